@@ -37,8 +37,7 @@ from bench import turns
 from bench.harness import ROOT, BenchError, block_device, machine, measure_machine, results_file, write_section
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work, build, disk_bytes
 from penstock.config import Precision
-from penstock.config.optimizer import Moments
-from penstock.optim.spec import OptimizerSpec
+from penstock.config.optimizer import Moments, OptimizerSpec
 from penstock.schedule.place import PAGE
 from penstock.schedule.program import ELEMENTWISE, EXACT
 from penstock.tape.groups import ParamGroup

@@ -27,8 +27,7 @@ import penstock
 from bench.corpus import library_texts, read
 from bench.harness import RESULTS, ROOT, SCRATCH, BenchError, results_file, run_in, write_section
 from bench.turns import table
-from penstock.config.optimizer import Moments
-from penstock.optim.spec import OptimizerSpec
+from penstock.config.optimizer import Moments, OptimizerSpec
 
 AT_MOST = 0.005
 """How much of its fp32 form's loss a compact form's may be above it."""

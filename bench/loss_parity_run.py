@@ -18,9 +18,8 @@ from bench.corpus import Corpus, library_texts, read
 from bench.harness import ROOT, machine
 from bench.loss_parity import FORMS, Run, Setting, Task
 from bench.workload import build
-from penstock.cli.recipe import lr_factor
 from penstock.config import LrScheduleConfig
-from penstock.optim.spec import OptimizerSpec
+from penstock.config.optimizer import OptimizerSpec
 
 _KEPT_EVERY = 10  # steps whose mean training loss is one number of a record
 _AT_ONCE = 32  # held-out windows in a micro-batch: a quarter less time each than with a few
@@ -68,7 +67,7 @@ def train(
         seed=seed,
         clip_grad_norm=1.0,
     ) as engine:
-        rate: Any = LambdaLR(engine.optimizer, lr_factor(schedule, setting.steps))
+        rate: Any = LambdaLR(engine.optimizer, lambda index: schedule.factor(index, setting.steps))
         recent: list[float] = []
         for step, ids in enumerate(batches, 1):
             recent.append(engine.step([micro_batch(ids)]).loss)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import Budget, Endurance
-from penstock.config.optimizer import Override, Split
+from penstock.config.optimizer import SGD, Adam, AdamW, Lion, Muon, Override, Split
 from penstock.errors import BudgetError, ConfigError, ModelError, NonFiniteError, RankError, ScheduleError, StoreError
 from penstock.ranks import parent as parent  # noted at once: what is imported later takes seconds
 from penstock.schedule.ir.ops import Schedule
@@ -11,7 +11,6 @@ from penstock.schedule.ir.ops import Schedule
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.wrap import wrap
-    from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon
     from penstock.planner.ask import plan
     from penstock.ranks.start import torchrun_mesh
     from penstock.state.stats import StepStats
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _LAZY = {
     "Engine": "penstock.engine.engine",
     "wrap": "penstock.engine.wrap",
-    **dict.fromkeys(("SGD", "Adam", "AdamW", "Lion", "Muon"), "penstock.optim.spec"),
     "StepStats": "penstock.state.stats",
     "plan": "penstock.planner.ask",
     "torchrun_mesh": "penstock.ranks.start",

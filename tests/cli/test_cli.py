@@ -366,6 +366,8 @@ def test_the_drives_life_is_as_told_as_profiled_or_assumed(tmp_path: Path) -> No
     assert life(replace(config, budget=replace(config.budget, disk=None)), None) == (None, False)
     memory = replace(profile, drives=tuple(replace(drive, kind="tmpfs") for drive in profile.drives))
     assert life(config, memory) == (None, False)
+    assert yardstick(config, rated, kind="cpu", hosts=2).rated == 12e14, "of both hosts, each of which has such drives"
+    assert yardstick(config, memory, kind="cpu", hosts=2).rated is None
 
 
 def test_what_a_run_writes_a_day_is_shown_beside_what_it_may_and_said_once_where_it_is_more() -> None:
@@ -395,13 +397,9 @@ def test_what_a_run_may_write_a_day_follows_its_stripe(tmp_path: Path) -> None:
     endurance = Endurance(per_day="1TB")
     two = replace(config, budget=replace(config.budget, disk=(tmp_path / "a", Path("/dev/shm/b")), endurance=endurance))
     same = replace(two, budget=replace(two.budget, disk=(tmp_path / "a", tmp_path / "b")))
-    profile = machine(tmp_path)
-    unequal = replace(profile, drives=tuple(replace(profile.drives[0], weight=weight) for weight in (3, 1)))
-    assert yardstick(two, None, kind="cpu").allowed == 2e12
-    assert yardstick(two, unequal, kind="cpu").allowed == pytest.approx(4e12 / 3)
-    assert yardstick(same, None, kind="cpu").allowed == 1e12, "one drive"
-    assert yardstick(config, profile, kind="cpu").allowed is None
+    assert allowed_per_day(config.budget, 1) is None
     assert allowed_per_day(two.budget, 1) == 2e12
+    assert allowed_per_day(two.budget, 2, hosts=2) == 4e12  # each host has two drives
     assert allowed_per_day(replace(two.budget, disk=(tmp_path / "a",)), 2) == 1e12  # two ranks that share a drive
     assert allowed_per_day(same.budget, 1) == 2e12, "of drives that are not here nobody knows that they are one"
     for path in same.budget.disk_paths:

@@ -163,7 +163,7 @@ def test_a_slower_network_makes_a_longer_step_of_the_same_bytes(
 def test_the_cut_is_the_one_whose_world_is_fastest(config: Path) -> None:
     settings = load(config, (("micro_batch_size", "null"),))
     machine = replace(MACHINE, drives=(replace(DRIVE, path="/disk"),), network=NETWORK)
-    found = fastest(settings, machine, settings.sequences_per_step, settings.pipeline)
+    found = fastest(settings, machine, settings.pipeline)
     assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
     assert len({one.size for one in found}) == len(found) > 1
     for one in found:

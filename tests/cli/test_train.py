@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from penstock.cli import main, settings
-from penstock.cli.recipe import lr_factor, optimizer_spec
 from penstock.config import LrScheduleConfig, OptimizerConfig, Override
+from penstock.config.optimizer import SGD
 from penstock.engine import planning
 from penstock.engine.engine import Engine
 from penstock.engine.following import Searched
 from penstock.hardware.profiles import save_profile
-from penstock.optim.spec import SGD
 from penstock.planner.following import Deviations
 from penstock.planner.plan import Plan
 from penstock.planner.question import Question
@@ -164,15 +163,14 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp
 )
 def test_the_learning_rate_follows_its_schedule(settings: dict[str, Any], factors: list[float]) -> None:
     config = LrScheduleConfig(**settings)
-    factor = lr_factor(config, steps=4)
-    assert [factor(step) for step in range(4)] == pytest.approx(factors, rel=1e-5)
+    assert [config.factor(step, 4) for step in range(4)] == pytest.approx(factors, rel=1e-5)
     if config.kind != "constant":
-        assert factor(4) == pytest.approx(config.final or 0.0)
+        assert config.factor(4, 4) == pytest.approx(config.final or 0.0)
 
 
 def test_the_optimizer_is_the_one_that_was_written() -> None:
     config = OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, overrides=(Override(match="bias", weight_decay=0.0),))
-    spec = optimizer_spec(config)
+    spec = config.spec
     overrides = (Override(match="bias", weight_decay=0.0),)
     assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.config import Budget, Override
+from penstock.config.optimizer import AdamW, Muon, OptimizerSpec
 from penstock.engine.arguments import WrapArguments
-from penstock.optim.spec import AdamW, Muon, OptimizerSpec
 
 
 def optimizer(kind: Any) -> OptimizerSpec:

@@ -16,16 +16,16 @@ from penstock.cli.plan import FileArguments, ModelArguments, PlanOptions
 from penstock.config import Budget, OptimizerConfig, RunConfig, StepConfig, StreamConfig, TrainConfig
 from penstock.config.layout import LayoutConfig
 from penstock.config.meanings import by_need
+from penstock.config.optimizer import OptimizerSpec
 from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.fabric.strategy import StrategyArguments
 from penstock.hf.engine_arguments import EngineArguments
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner.arguments import PlanArguments, PlanSettings
 from penstock.planner.request import Request
 from penstock.planner.task import Task
 
 SOURCE = Path(penstock.__file__).parent
-_OPTIMIZERS = {"optim/": "the optimizers themselves, whose defaults are torch's"}
+_OPTIMIZERS = {"optim/": "the arithmetic itself"}
 USED = {
     "grad_dtype": {
         "schedule/": "what a built schedule was given",
@@ -109,14 +109,11 @@ USED = {
         **_OPTIMIZERS,
         **dict.fromkeys(("report/metrics_file.py", "state/stats.py"), "the one of a step that was taken"),
     },
-    **dict.fromkeys(("betas", "eps", "weight_decay", "decay_norms_and_biases", "nesterov"), _OPTIMIZERS),
-    **dict.fromkeys(("ns_steps", "adjust_lr_fn", "adamw"), _OPTIMIZERS),
-    "momentum": {**_OPTIMIZERS, "planner/arguments.py": "whether there is any: a plan does not ask how much"},
-    "elementwise": {**_OPTIMIZERS, "tape/groups.py": "groups that step element by element"},
-    "splits": {
-        **_OPTIMIZERS,
-        **dict.fromkeys(("shape/", "tape/"), "the sides of a backward that is run in two parts, another thing"),
-    },
+    **dict.fromkeys(("betas", "eps", "weight_decay", "ns_steps"), _OPTIMIZERS),
+    **{name: {} for name in ("decay_norms_and_biases", "nesterov", "adjust_lr_fn", "adamw")},
+    "momentum": {"planner/arguments.py": "whether there is any: a plan does not ask how much"},
+    "elementwise": {"tape/groups.py": "groups that step element by element"},
+    "splits": dict.fromkeys(("shape/", "tape/"), "the sides of a backward that is run in two parts, another thing"),
     "overrides": {**_OPTIMIZERS, "hf/trainer_optimizer.py": "what a Trainer does not decay"},
     "moments": {
         **dict.fromkeys(("optim/", "runtime/stepping.py"), "the moments themselves"),

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import penstock
+from penstock.config.optimizer import OptimizerSpec
 from penstock.errors import BudgetError
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner import fit
 from penstock.schedule.ir.text import parse_schedule
 from tests.models import COLLECTING, MODELS, TIED

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import penstock
-from penstock.optim.spec import OptimizerSpec
+from penstock.config.optimizer import OptimizerSpec
 from penstock.tape.dry import build_on_meta, dry_run
 from tests.engine.test_prediction import machine
 from tests.models import MODELS, Case, MicroBatch, causal_lm

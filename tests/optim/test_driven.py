@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.optimizer import AdamW
 from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.facade import StreamedOptimizer
-from penstock.optim.spec import AdamW
 
 SEEN: list[str] = []
 

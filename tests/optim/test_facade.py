@@ -11,10 +11,10 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from penstock.config import Override
+from penstock.config.optimizer import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 from penstock.errors import ConfigError
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.from_torch import spec_of
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 NAMES = ("embed.weight", "layers.0.norm.weight", "layers.0.linear.weight", "layers.0.linear.bias")
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from penstock.config.optimizer import SGD, Adam, AdamW, Lion, OptimizerSpec
 from penstock.optim import kernels
 from penstock.optim.facade import StreamedOptimizer
 from penstock.optim.formula import Hyper, scalars
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, OptimizerSpec
 
 N, STEPS = 8192, 8
 Reference = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

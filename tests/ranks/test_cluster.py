@@ -90,8 +90,12 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
     refused = penstock(folder / "host0", "resume", folder / "run")
     assert refused[0] == 2
     assert refusal in refused[1]
-    for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run").outcomes():
+    limit = ("--budget.endurance.per_day", "1000TB", "--drive_tbw", "1000")
+    resumed = on_hosts(two_hosts, folder, "-m", "penstock", "resume", folder / "run", *limit).outcomes()
+    for code, _, errors in resumed:
         assert code == 0, errors
+    assert " a day of the 1819 TiB allowed" in resumed[0][1], "of the drives of both"
+    assert " of the 1819 TiB that they are rated for" in resumed[0][1], "as is their life"
     assert numbers(folder / "run") == numbers(alone)
     code, said = penstock(folder / "host0", "verify", folder / "run")
     assert code

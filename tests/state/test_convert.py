@@ -18,13 +18,12 @@ from torch import nn
 
 import penstock
 from penstock.config import Precision
-from penstock.config.optimizer import Moments
+from penstock.config.optimizer import Moments, OptimizerSpec
 from penstock.engine.start import describe_model
 from penstock.errors import StoreError
 from penstock.optim import kernels
 from penstock.optim.codes import Codes
 from penstock.optim.precision import DTYPES
-from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import Share
 from penstock.schedule.place import GRAIN, Format
 from penstock.state.arrays import StateArrays

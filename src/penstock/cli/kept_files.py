@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from penstock import files
+from penstock.data.identity import digest_of
 from penstock.data.token_files import SUMS
 from penstock.errors import StoreError
 from penstock.store.directory import is_there
@@ -31,7 +32,6 @@ KEPT_KEY = "kept"
 """Key of ``kept.json``'s digest in a position of ``Engine.step``, which each commit has."""
 
 _KIND = "kept"
-_READ = 1 << 24
 _BY_BLOCKS = frozenset({".tokens", ".ends", ".loss"})
 """Endings of what is compared block by block as it is read."""
 
@@ -185,11 +185,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
     try:
-        with files.regular(path) as file:
-            while part := file.read(_READ):
-                state.update(part)
+        return digest_of(path)
     except OSError as error:
         raise store_error(f"{path} cannot be read: {error.strerror}: check the drive", error) from error
-    return state.hexdigest()

@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.cli.account import Account, NoAccount, Stretch
 from penstock.cli.interrupt import Interrupt
 from penstock.cli.metrics import METRICS_KEY, STEP_KEY, VALIDATION, MetricsFile, add_to_last, counted, metrics_of
-from penstock.cli.recipe import lr_factor
 from penstock.cli.run_snapshots import RunSnapshots
 from penstock.cli.showing.meter import Meter
 from penstock.cli.showing.summary import reset_peak_resident
@@ -79,8 +78,7 @@ def run_steps(stretch: Stretch, missed: Mapping[str, Any] | None, begins: Callab
     before the first step, when nothing that was asked for can be refused any more.
     """
     config, display, engine, first = stretch.config, stretch.display, stretch.engine, stretch.first
-    factor = lr_factor(config.lr_schedule, config.step_count)
-    scheduler = LambdaLR(engine.optimizer, lambda index: factor(first + index))
+    scheduler = LambdaLR(engine.optimizer, lambda index: config.lr_schedule.factor(first + index, config.step_count))
     reset_peak_resident()
     if first and engine.position is None:
         raise ConfigError(

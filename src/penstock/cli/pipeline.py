@@ -3,7 +3,8 @@
 What rank 0 sends besides activations (masks, position embeddings) is known only once the model is there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from penstock.cli.task import form_of, requests_of, shape_of
 from penstock.config import TrainConfig
@@ -15,6 +16,8 @@ from penstock.planner.dealt import Pace, Pipeline
 from penstock.planner.task import MOST_OPS, rate_name_of
 from penstock.planner.update_mode import expected_repeats
 from penstock.shape.model import ModelShape, stage_times
+
+T = TypeVar("T")
 
 
 def expected(
@@ -34,7 +37,7 @@ def expected(
     of_rank = of_pipeline(machine, ranks, hosts=hosts, beside=beside, cp=config.cp)
     times = stage_times(profile, of_rank, precision)
     link = link_of_messages(machine, ranks, hosts, beside)
-    optimizer = rate_name_of(config.optimizer.name, config.optimizer.moment_count, precision)
+    optimizer = rate_name_of(config.optimizer.name, config.optimizer.spec.moment_count, precision)
     pace = Pace(
         machine=lambda _: of_rank,
         times=lambda _: times,
@@ -45,41 +48,42 @@ def expected(
     return Pipeline.by_preference(size, profile, requests_of(config, shape, kind, size, count, ranks, hosts), pace)
 
 
-def _all_expected(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int) -> Iterator[Pipeline]:
-    """Each cut of a pipeline's sequences that fits, the largest micro-batches first.
+def fitting(config: TrainConfig, ranks: int, make: Callable[[int, int], T]) -> Iterator[T]:
+    """The results of ``make`` for the cuts of a batch that fit, the largest micro-batches first: of the sequences of a
+    micro-batch, and of the micro-batches that each of those has who share them of all ``ranks``.
 
     Raises:
-        BudgetError: none does.
+        BudgetError: none fits.
+        ConfigError: the batch cannot be cut into few enough micro-batches.
     """
-    shape = shape_of(config, machine.device.kind)
-    refusal: BudgetError | None = None
-    found: Pipeline | None = None
-    for size, count in reversed(cuts(sequences)):
+    sequences, sharing = config.sequences_per_step, config.sharing(ranks)
+    if not (found := cuts(sequences // sharing)):
+        raise ConfigError(f"batch: {sequences} sequences: {uncut(sequences, sharing)}")
+    fits, refusal = False, BudgetError()
+    for size, count in reversed(found):
         try:
-            found = expected(config, shape, machine, size, count, ranks, hosts)
+            made = make(size, count)
         except BudgetError as error:
             refusal = error
             continue
-        yield found
-        if sum(len(plan.schedule.ops) for plan in found.step.plans) > MOST_OPS:
-            break  # smaller micro-batches have more ops
-    if found is None and refusal is not None:
+        fits = True
+        yield made
+    if not fits:
         raise refusal
 
 
-def fastest(config: TrainConfig, machine: Machine, sequences: int, ranks: int, hosts: int = 1) -> list[Pipeline]:
+def fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int = 1) -> list[Pipeline]:
     """The cuts of a batch, of which each pipeline of all ``ranks`` has an equal part, that fit, by the order of
     preference: the one with the shortest predicted step first.
 
-    Raises:
-        BudgetError: none does.
-        ConfigError: the batch cannot be cut into few enough micro-batches, or as ``expected``.
+    Raises: as ``fitting`` and ``expected``.
     """
-    each = sequences // config.sharing(ranks)
-    found = sorted(_all_expected(config, machine, each, ranks, hosts), key=lambda e: e.step.seconds)
-    if not found:
-        raise ConfigError(f"batch: {sequences} sequences: {uncut(sequences, config.sharing(ranks))}")
-    return found
+    shape, found = shape_of(config, machine.device.kind), list[Pipeline]()
+    for one in fitting(config, ranks, lambda size, n: expected(config, shape, machine, size, n, ranks, hosts)):
+        found.append(one)
+        if sum(len(plan.schedule.ops) for plan in one.step.plans) > MOST_OPS:
+            break  # smaller micro-batches have more ops
+    return sorted(found, key=lambda one: one.step.seconds)
 
 
 def in_comparison(found: Sequence[Pipeline]) -> str:

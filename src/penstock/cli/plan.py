@@ -12,7 +12,7 @@ from typing import ClassVar, get_args
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
-from penstock.cli.split import check_of_pipeline, check_sums
+from penstock.cli.split import check_of_pipeline, check_sums, dealt_batch
 from penstock.cli.task import as_free_here, check_names, shape_of, shipped_shape, task_of
 from penstock.cli.words import (
     SETTINGS,
@@ -25,8 +25,7 @@ from penstock.cli.words import (
     split_words,
     takes_no_value,
 )
-from penstock.config import Durability, TrainConfig, fields_of, format_size, parse_size
-from penstock.config.batch import dealt, other_batch
+from penstock.config import BatchConfig, Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.quantities import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
 from penstock.config.step import check_deal
@@ -107,6 +106,17 @@ class FileArguments(PlanOptions):
                 f"--batch is cut into micro-batches by the planner: give it without --{min(cut).replace('_', '-')}"
             )
 
+    def to_plan(self) -> TrainConfig:
+        """The settings of the run: the file's and the flags', with the batch that is asked for in the place of theirs.
+
+        Raises:
+            ConfigError: as ``load``.
+        """
+        config = load(self.config, self.settings)
+        if self.batch is None:
+            return config
+        return replace(config, batch=BatchConfig(sequences=self.batch), micro_batch_size=None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments(PlanOptions, PlanSettings):
@@ -185,7 +195,7 @@ def run(arguments: Arguments) -> int:
     if arguments.hosts is not None:
         return compare(arguments)
     if isinstance(arguments, FileArguments):
-        config = load(arguments.config, arguments.settings)
+        config = arguments.to_plan()
         if config.pipeline > 1:
             _of_pipeline(arguments, config)
             return 0
@@ -232,21 +242,17 @@ def _of_pipeline(arguments: FileArguments, config: TrainConfig) -> None:
         raise ConfigError(f"--ranks {ranks}, and the file says {said}: give a multiple of {whole}, or leave one out")
     check_of_pipeline(config, ranks)
     check_sums(config, ranks)
-    beside = config.sharing(ranks)
     for name, given in (("longest", arguments.longest), ("tbw", arguments.tbw is not None)):
         if given:
             raise ConfigError(f"--{name} is not there yet for a pipeline ({config.pipeline} ranks): leave it out")
     check_drives(arguments.disk_free, None, config.budget)
     machine = _machine(arguments, config)
     check_names(config, machine.device.kind)
-    if arguments.batch is None and config.micro_batch_size is not None:
-        size, count = config.split
-        each = dealt(count, "micro-batches", beside, other_batch(beside, size))
-        found = expected(config, shape_of(config, machine.device.kind), machine, size, each, ranks)
+    size, each = dealt_batch(config, config.sharing(ranks))
+    if size is None:
+        found = fastest(config, machine, ranks)[0]
     else:
-        sequences = arguments.batch or config.sequences_per_step
-        dealt(sequences, "sequences", beside, other_batch(beside, 1))
-        found = fastest(config, machine, sequences, ranks)[0]
+        found = expected(config, shape_of(config, machine.device.kind), machine, size, each, ranks)
     check = partial(_check_room, machine)
     found = found.improved(check)
     check(found)
@@ -282,14 +288,9 @@ def _of_config(arguments: FileArguments, config: TrainConfig) -> PlanReport:
     check_sums(config, ranks)
     check_deal(config.deal, dealt=False)
     check_names(config, machine.device.kind)
-    task, groups = task_of(config, machine, ranks=ranks), config.sharing(ranks)
-    batch = arguments.batch
-    if batch is None and config.micro_batch_size is not None:
-        size, count = config.split
-        found = report(task, split=(size, dealt(count, "micro-batches", groups, other_batch(groups, size))))
-    else:
-        sequences = dealt(batch or config.sequences_per_step, "sequences", groups, other_batch(groups, 1))
-        found = report(task, batch=sequences)
+    task = task_of(config, machine, ranks=ranks)
+    size, each = dealt_batch(config, config.sharing(ranks))
+    found = report(task, batch=each) if size is None else report(task, split=(size, each))
     steps, notes = _steps(config, arguments.epoch_tokens, found.forecast.tokens), list(found.notes)
     if steps is None:
         notes.append("the time of the epochs depends on the data: give --epoch-tokens N, the tokens in one")

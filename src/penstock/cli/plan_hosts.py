@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.launch import MOST_RANKS
 from penstock.cli.plan_text import LANES
-from penstock.cli.settings import load
 from penstock.cli.task import check_names, task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
@@ -135,7 +134,7 @@ def _of_model(arguments: "ModelArguments") -> Asked:
 
 
 def _of_config(arguments: "FileArguments") -> Asked:
-    config = load(arguments.config, arguments.settings)
+    config = arguments.to_plan()
     if isinstance(config.schedule, Path):
         raise ConfigError(
             f"schedule={str(config.schedule)!r} is a schedule of your own, which is one rank's: give --schedule "
@@ -153,9 +152,7 @@ def _of_config(arguments: "FileArguments") -> Asked:
         check_device(machine, config.device)
     check_names(config, machine.device.kind)
     task = task_of(replace(config, copies=1), machine)
-    batch = arguments.batch or config.sequences_per_step
-    size = config.micro_batch_size if arguments.batch is None else None
-    return Asked(task=task, hosts=hosts, batch=batch, size=size, cp=config.cp)
+    return Asked(task=task, hosts=hosts, batch=config.sequences_per_step, size=config.micro_batch_size, cp=config.cp)
 
 
 # ---- for people

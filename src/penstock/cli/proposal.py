@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,8 @@ def _data(model: ModelFacts, data: DataFacts, length: int, *, held_out: bool, wh
 
 
 def _written(source: SourceConfig) -> Any:
-    given = {key: value for key in _KEYS if (value := getattr(source, key)) is not None}
+    given = {f.name: value for f in fields(source) if (value := getattr(source, f.name)) is not None}
     return source.path if given.keys() == {"path"} else given
-
-
-_KEYS = ("path", "weight", "kind", "fields", "limit", "split", "subset", "revision", "dtype")
 
 
 def _vocabulary(model: ModelFacts, data: DataFacts) -> int:

@@ -18,7 +18,7 @@ from penstock.cli.located import RUN, Located, dump_yaml, is_plain_text, parse_y
 from penstock.config import TrainConfig
 from penstock.config.elsewhere import Counterpart, counterpart
 from penstock.config.meanings import by_need, is_required, meanings
-from penstock.documents.typed import LARGEST, NAMES, fits, shown
+from penstock.documents.typed import LARGEST, NAMES, fits, hints_of, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def _spelled_out(tree: Located) -> Located:
     them."""
     if not isinstance(tree.value, dict):
         return tree
-    hints, items = typing.get_type_hints(TrainConfig), dict(tree.value)
+    hints, items = hints_of(TrainConfig), dict(tree.value)
     for key, item in items.items():
         short = getattr(section_of(hints[key]), "shorthand", None) if key in hints else None
         if short is not None and isinstance(item.value, str):
@@ -166,7 +166,7 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
     if missing:
         raise ConfigError(f"{tree.where}: {named} lacks {', '.join(missing)}")
-    hints = typing.get_type_hints(cls) if hints is None else hints
+    hints = hints_of(cls) if hints is None else hints
     values = {key: _convert(item, hints[key], _dotted(section, key)) for key, item in tree.value.items()}
     try:
         return cls(**values)
@@ -334,7 +334,7 @@ class Setting:
 def settings_below(cls: type, section: str = "") -> list[Setting]:
     """Every setting below ``cls``, in the order in which people look for them; each section before its own."""
     assert is_dataclass(cls)
-    hints, meaning, found = typing.get_type_hints(cls), meanings(cls), list[Setting]()
+    hints, meaning, found = hints_of(cls), meanings(cls), list[Setting]()
     for f in by_need(cls):
         hint, inner = hints[f.name], section_of(hints[f.name])
         others = [option for option in options_of(hint) if inner is None or option not in (inner, type(None))]

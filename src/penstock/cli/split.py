@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.cli.launch import how_to_start, in_words
-from penstock.cli.pipeline import fastest, in_comparison
+from penstock.cli.pipeline import fastest, fitting, in_comparison
 from penstock.cli.task import as_free_here, requests_of, shape_of, task_of
 from penstock.config import TrainConfig
 from penstock.config.batch import dealt, other_batch
@@ -17,7 +17,7 @@ from penstock.config.step import STRANDS, check_deal, check_pipeline, check_stra
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.ask import refused_batch
-from penstock.planner.batches import Split, choose, cuts, splits, uncut
+from penstock.planner.batches import Split, choose, cuts, splits
 from penstock.planner.dealt import Asked, plans_of
 from penstock.planner.durability import settled, undecided
 from penstock.planner.endurance import EnduranceError
@@ -51,9 +51,19 @@ def check_shared(config: TrainConfig, ranks: int) -> None:
     check_sums(config, ranks)
     if groups * config.cp == 1:
         return
-    what, size = ("sequences", 1) if config.micro_batch_size is None else ("micro-batches", config.micro_batch_size)
-    who = "pipelines" if config.pipeline > 1 else "ranks"
-    dealt(config.sequences_per_step // size, what, groups, other_batch(groups, size), who)
+    dealt_batch(config, groups, "pipelines" if config.pipeline > 1 else "ranks")
+
+
+def dealt_batch(config: TrainConfig, groups: int, who: str = "ranks") -> tuple[int | None, int]:
+    """The part of a step that each of so many groups of ranks has, which are called ``who``: (sequences in a
+    micro-batch, micro-batches), or where the settings leave their size to the plan (None, sequences).
+
+    Raises:
+        ConfigError: they cannot all have as many.
+    """
+    size = config.micro_batch_size
+    what, each = ("sequences", 1) if size is None else ("micro-batches", size)
+    return size, dealt(config.sequences_per_step // each, what, groups, other_batch(groups, each), who)
 
 
 def check_sums(config: TrainConfig, ranks: int) -> None:
@@ -140,7 +150,7 @@ def _as_scheduled(config: TrainConfig, schedule: Schedule, ranks: int) -> Cut:
 def _fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int) -> tuple[int, str]:
     """The size with the shortest predicted step, and how many times as long others would take."""
     if config.pipeline > 1:
-        in_order = fastest(config, machine, config.sequences_per_step, ranks, hosts)
+        in_order = fastest(config, machine, ranks, hosts)
         return in_order[0].size, in_comparison(in_order)
     machine = as_free_here(machine, config.budget.disk_paths)
     sequences = config.sequences_per_step // config.sharing(ranks)
@@ -178,23 +188,16 @@ def _best(task: Task, sequences: int) -> tuple[Split, list[Split]]:
 
 def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> tuple[int, str]:
     """The largest size that fits: without a machine's profile there is nothing else to choose by."""
-    each = config.sequences_per_step // config.sharing(ranks)
-    shape, sizes = shape_of(config, kind), list(reversed(cuts(each)))
-    if not sizes:
-        sequences = config.sequences_per_step
-        raise ConfigError(f"batch: {sequences} sequences: {uncut(sequences, config.sharing(ranks))}")
-    refusal: BudgetError | None = None
-    for size, count in sizes:
-        try:
-            requests = requests_of(config, shape, kind, size, count, ranks, hosts)
-            if config.pipeline > 1:
-                plans_of([Asked(request=request) for request in requests])
-            else:
-                fit(requests[0])
-        except BudgetError as error:
-            refusal = error
+    shape = shape_of(config, kind)
+
+    def fitted(size: int, count: int) -> int:
+        requests = requests_of(config, shape, kind, size, count, ranks, hosts)
+        if config.pipeline > 1:
+            plans_of([Asked(request=request) for request in requests])
         else:
-            said = " (plan: null, so nothing is predicted)" if config.plan is None and size > 1 else ""
-            return size, f"the largest that fit{said}"
-    assert refusal is not None
-    raise refusal
+            fit(requests[0])
+        return size
+
+    size = next(fitting(config, ranks, fitted))
+    said = " (plan: null, so nothing is predicted)" if config.plan is None and size > 1 else ""
+    return size, f"the largest that fit{said}"

@@ -46,6 +46,7 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
     disk_free = room_of_each(machine.drives, ranks // hosts)
     if ranks > 1:
         machine = of_each_rank(machine, ranks, hosts=hosts, copies=config.copies, cp=config.cp)
+    spec = config.optimizer.spec
     return Task(
         shape=shape_of(config, machine.device.kind),
         machine=machine,
@@ -55,9 +56,9 @@ def task_of(config: TrainConfig, machine: Machine, *, ranks: int = 1, hosts: int
         hosts=hosts,
         sequence_length=config.data.sequence_length,
         optimizer=config.optimizer.name,
-        moment_count=config.optimizer.moment_count,
-        moments=config.optimizer.moments,
-        whole=config.optimizer.whole,
+        moment_count=spec.moment_count,
+        moments=spec.moments,
+        whole=spec.whole,
         families=(config.schedule,),
         disk_free=disk_free,
         **fields_of(config, StepConfig) | {"precision": config.precision_on(machine.device.kind)} | _compiled(config),
@@ -104,8 +105,8 @@ def _compiled(config: TrainConfig) -> dict[str, Any]:
 
 def form_of(config: TrainConfig, kind: DeviceKind) -> Format:
     """The format of a run's state."""
-    given = config.optimizer
-    return Format.of(config.precision_on(kind), given.moment_count, given.moments, given.whole)
+    spec = config.optimizer.spec
+    return Format.of(config.precision_on(kind), spec.moment_count, spec.moments, spec.whole)
 
 
 def check_names(config: TrainConfig, kind: DeviceKind) -> None:
@@ -114,12 +115,11 @@ def check_names(config: TrainConfig, kind: DeviceKind) -> None:
     Raises:
         ConfigError: a name is of none; or the model is refused.
     """
-    given = config.optimizer
-    if given.overrides or (given.whole is not None and (given.whole.splits or given.whole.elementwise)):
-        from penstock.cli.recipe import optimizer_spec
+    spec = config.optimizer.spec
+    if spec.overrides or (spec.whole is not None and (spec.whole.splits or spec.whole.elementwise)):
         from penstock.engine.resources import check_rules
 
-        check_rules(shape_of(config, kind).build(), optimizer_spec(given), config.precision_on(kind))
+        check_rules(shape_of(config, kind).build(), spec, config.precision_on(kind))
 
 
 def shape_of(config: TrainConfig, kind: DeviceKind) -> HuggingFaceModel:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from penstock.cli.account import Stretch
 from penstock.cli.changed import changed, without_effect
 from penstock.cli.claim import is_complete
 from penstock.cli.deterministic import deterministic_kernels
-from penstock.cli.disk_summary import cost_of_a_kill, space
+from penstock.cli.disk_summary import allowed_per_day, cost_of_a_kill, space
 from penstock.cli.durable import in_words, with_durability
 from penstock.cli.environment import write_environment
 from penstock.cli.joint import Joint, joint
@@ -25,7 +25,6 @@ from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain
-from penstock.cli.recipe import optimizer_spec
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept, strands_kept
 from penstock.cli.schedule_file import read_world
@@ -37,6 +36,7 @@ from penstock.cli.showing.summary import closing, opening, resident_bytes
 from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of, format_size
+from penstock.config.optimizer import OptimizerSpec
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data, for_model, open_data
@@ -56,7 +56,6 @@ from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.facade import rate_name
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner.durability import Weighed
 from penstock.ranks.group import Ranks
 from penstock.report.sentence import format_time
@@ -77,7 +76,7 @@ def train(config: TrainConfig, start: Start, *, own_code: bool = False) -> int:
     """
     check_compile(config.compile)  # before the data are read
     display = choose_display(sys.stdout)
-    optimizer = optimizer_spec(config.optimizer)
+    optimizer = config.optimizer.spec
     with (
         deterministic_kernels(config.deterministic),
         launched(config.device, config) as ranks,
@@ -146,7 +145,7 @@ def _start(
     else:
         cut = replace(cut, reason="as the run began")
     make_engine = partial(_engine, ranks, *trained, optimizer, config, schedule, profile, run.folder)
-    measure = yardstick(config, machine, kind=device_kind(config.device))
+    measure = yardstick(config, machine, kind=device_kind(config.device), hosts=ranks.hosts)
     data = ranks.after_first("data", lambda: _open_data(config, display, run, model, position, new=new))
     ranks.agree("data", data.identity.fingerprint)
     kept = ranks.once("what the run keeps", lambda: _keep(config, run.folder, data))
@@ -243,7 +242,7 @@ def _train(
             ranks=ranks.size,
             hosts=ranks.hosts,
             first=engine.step_count,
-            yardstick=measure,
+            yardstick=replace(measure, allowed=allowed_per_day(config.budget, ranks.size, ranks.hosts)),
         )
         stretch = Stretch(
             config=config,
@@ -399,13 +398,10 @@ def _schedule(asked: Family | Path, ranks: int) -> Family | Schedule:
     """A family by its name, or the schedule that a file holds for so many ranks, checked.
 
     Raises:
-        ConfigError: there is no such file, or it holds no schedule for all ranks that keeps the rules.
+        ConfigError: the file cannot be read, or it holds no schedule for all ranks that keeps the rules.
     """
     if not isinstance(asked, Path):
         return asked
-    if not asked.exists():
-        known = ", ".join(get_args(Family))
-        raise ConfigError(f"schedule={str(asked)!r}: must be {known} or a file, and there is no such file")
     world = read_world(asked)
     if len(world.ranks) != ranks:
         raise ConfigError(f"schedule={str(asked)!r} is for {len(world.ranks)} ranks: this is {ranks}")
@@ -423,7 +419,7 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
     paths, device = config.budget.disk_paths, resolve_device(config.device)
     kind, name = kind_of(device), None if device.type == "cpu" else name_of(device)
     found = find_profile(paths, kind=kind, device=name)
-    steps = rate_name(optimizer_spec(config.optimizer), _precision(config))
+    steps = rate_name(config.optimizer.spec, _precision(config))
     if found is None:
         from penstock.doctor import examine
 

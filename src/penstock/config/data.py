@@ -20,23 +20,32 @@ STREAM_FROM = 10_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fields:
-    """The fields of one sort of example: those that it needs, those that it may have, and the kinds it may be of."""
+class Form:
+    """A form of rows. ``called``: an example of it, in words. ``kind``: what it becomes. ``needs``: the fields that a
+    row must have; ``may``: those that count if it has them.
+    """
 
+    called: str
+    kind: Kind
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
-    kinds: tuple[Kind, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.needs, *self.may)
 
 
-TEXT = Fields(needs=("text",), kinds=("text",))
-COMPLETION = Fields(needs=("prompt", "completion"), kinds=("completion",))
-CHAT = Fields(needs=("messages",), may=("system", "tools"), kinds=("chat",))
-INSTRUCTION = Fields(needs=("instruction", "output"), may=("input", "system", "history"), kinds=("chat", "completion"))
-SORTS = (TEXT, COMPLETION, CHAT, INSTRUCTION)
+TEXT = Form(called="a text", kind="text", needs=("text",))
+COMPLETION = Form(called="a prompt with its completion", kind="completion", needs=("prompt", "completion"))
+CHAT = Form(called="a chat", kind="chat", needs=("messages",), may=("system", "tools"))
+INSTRUCTION_CHAT = Form(
+    called="an instruction with its output",
+    kind="chat",
+    needs=("instruction", "output"),
+    may=("input", "system", "history"),
+)
+INSTRUCTION_PROMPT = replace(INSTRUCTION_CHAT, kind="completion")
+FORMS = (TEXT, COMPLETION, CHAT, INSTRUCTION_CHAT, INSTRUCTION_PROMPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +109,7 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
     """Refuse a mapping from the names of fields here to those of a file that fits no kind of example."""
     if not given:
         raise ConfigError("fields is empty: write {name here: name in the file}, or drop it")
-    known = {name for sort in SORTS for name in sort.names}
+    known = {name for form in FORMS for name in form.names}
     for name, theirs in given.items():
         if name not in known:
             turned = f"; the other way round it is {{{theirs}: {name}}}" if theirs in known else ""
@@ -109,13 +118,13 @@ def _check_fields(given: Mapping[str, str], kind: Kind | None) -> None:
             raise ConfigError(f"fields.{name} must be the name of a field of the file, not {theirs!r}")
         if twice := [other for other in given if given[other] == theirs and other != name]:
             raise ConfigError(f"fields.{name}: {theirs!r} is {twice[0]} already: give another field of the file")
-    sorts = [sort for sort in SORTS if given.keys() <= {*sort.names}]
-    if not sorts:
+    forms = [form for form in FORMS if given.keys() <= {*form.names}]
+    if not forms:
         raise ConfigError(f"fields has {_listed(tuple(given))}, which do not go together. {_WAYS}")
     for name, theirs in given.items():
-        if theirs not in given and any(theirs in sort.needs for sort in sorts):
+        if theirs not in given and any(theirs in form.needs for form in forms):
             raise ConfigError(f"fields.{name}: the file's {theirs!r} is {name} then: give fields.{theirs}, too")
-    if kind is not None and not any(kind in sort.kinds for sort in sorts):
+    if kind is not None and all(form.kind != kind for form in forms):
         raise ConfigError(f"fields has {_listed(tuple(given))}, which kind: {kind} does not have")
 
 
@@ -123,7 +132,7 @@ def _listed(names: tuple[str, ...]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-_WAYS = "An example has " + "; or ".join(_listed(sort.names) for sort in SORTS)
+_WAYS = "An example has " + "; or ".join(dict.fromkeys(_listed(form.names) for form in FORMS))
 
 
 @dataclass(frozen=True, kw_only=True)

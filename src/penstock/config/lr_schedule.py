@@ -1,5 +1,7 @@
 """The learning rate over the run."""
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +9,13 @@ from penstock.config.checked import check_least
 from penstock.errors import ConfigError
 
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
+
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1 - math.cos(math.pi * progress)) / 2,
+    "1-sqrt": math.sqrt,
+}
+"""By the shape of a decay: its progress from 0 to 1 after a share of its steps, also from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +96,18 @@ class LrScheduleConfig:
                 f"more than the {steps} steps of the run: lower one of them"
             )
         return warmup, decay
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor on the learning rate of a step, from 0, of so many: warm-up to 1, then a decay that ends at
+        ``final``. ``wsd`` stays at 1 in between; its ``1-sqrt`` is Hägele et al., arXiv 2405.18392.
+
+        Raises: as ``phases``.
+        """
+        warmup, decay = self.phases(steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        if not decay:
+            return 1.0
+        down = _DECAYS[self.decay_shape or ("1-sqrt" if self.kind == "wsd" else self.kind)]
+        progress = min(max((step - (steps - decay)) / decay, 0.0), 1.0)
+        return 1.0 + ((self.final or 0.0) - 1.0) * down(progress)

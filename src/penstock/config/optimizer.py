@@ -1,10 +1,19 @@
-"""Settings of the optimizer: how parameters are changed."""
+"""Optimizers and their settings: as users write them, and as the section of the YAML file.
+
+    penstock.AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1,
+                   overrides=(Override(match=r"norm|bias", weight_decay=0.0),))
+
+Defaults are those of ``torch.optim``. Each optimizer keeps so many moments per parameter beside the master copy, named
+``moment_names`` as torch names them. The section has the same settings under the same names, and is read into the same
+classes, which check them.
+"""
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from penstock.config.checked import check_fields, check_pattern
 from penstock.errors import ConfigError
@@ -14,17 +23,10 @@ NS_STEPS, MOST_STEPS = 5, 100
 OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 """The form that an optimizer's moments are kept in."""
-_MOMENTS: Mapping[OptimizerName, int] = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "muon": 2}
-"""Moments beside the master copy; SGD with momentum has one. Muon's are of what goes element by element."""
 _LARGEST, _LEAST = 3.4028234663852886e38, 2.0**-149
 """The largest and the smallest positive number of fp32."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 """Rules by which Muon's learning rate follows a matrix's shape."""
-
-
-def moment_count(optimizer: OptimizerName, momentum: float | bool | None) -> int:
-    """The number of an optimizer's moments."""
-    return _MOMENTS[optimizer] + (optimizer == "sgd" and bool(momentum))
 
 
 def check_rates(prefix: str, given: Mapping[str, Any]) -> None:
@@ -139,6 +141,227 @@ class Orthogonal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MomentsConfig:
+    """The form of an optimizer's moments, whoever is asked for it.
+
+    | field | meaning |
+    |---|---|
+    | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
+    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
+    with another form is converted once |
+    """
+
+    moments: Moments = "fp32"
+
+    @property
+    def is_compact(self) -> bool:
+        """True if moments take less than fp32."""
+        return self.moments != "fp32"
+
+    def check_moments(self, kept: int) -> None:
+        """Check the form against the number of moments that are ``kept``.
+
+        Raises:
+            ConfigError: there are none to have it.
+        """
+        if self.is_compact and not kept:
+            raise ConfigError("moments has no effect without momentum: give it, or drop moments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(MomentsConfig):
+    """The settings of all optimizers. Not used itself.
+
+    ``decay_norms_and_biases``: False takes ``weight_decay`` from parameters of fewer than two dimensions and from those
+    called a bias. It does not touch the ``weight_decay`` of an override.
+
+    Raises:
+        ConfigError: a setting is out of its range.
+    """
+
+    _group_keys: ClassVar[tuple[str, ...]]
+    """the settings that torch has in a param group"""
+
+    lr: float
+    weight_decay: float
+    overrides: tuple[Override, ...] = ()
+    decay_norms_and_biases: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check_moments(self.moment_count)
+        check_rates("", {f.name: getattr(self, f.name) for f in fields(self)})
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    @property
+    def moment_count(self) -> int:
+        """The number of moments that each parameter has beside its master copy."""
+        return len(self.moment_names)
+
+    @property
+    def whole(self) -> Orthogonal | None:
+        """The rule that makes updates of blocks' matrices orthogonal; None: every step goes element by element."""
+        return None
+
+    @property
+    def group_settings(self) -> dict[str, object]:
+        """The keys and values of a torch param group, named as in ``torch.optim``."""
+        return {key: getattr(self, key) for key in self._group_keys}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(OptimizerSpec):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    _group_keys = ("lr", "betas", "eps", "weight_decay")
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(AdamW):
+    """Adam with weight decay as an L2 term in the gradient (Kingma and Ba, arXiv 1412.6980)."""
+
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_eps("", self.eps, self.moments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(OptimizerSpec):
+    """Stochastic gradient descent, with momentum (no dampening) when ``momentum`` is above 0."""
+
+    _group_keys = ("lr", "momentum", "weight_decay", "nesterov")
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("nesterov has no effect without momentum: give it, or drop nesterov")
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(OptimizerSpec):
+    """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675); a third less state than AdamW."""
+
+    _group_keys = ("lr", "betas", "weight_decay")
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(OptimizerSpec):
+    """Momentum whose update is made orthogonal, for the matrices of blocks, and AdamW for all other parameters.
+
+    After Jordan et al. (kellerjordan.github.io/posts/muon), with the arithmetic and the defaults of
+    ``torch.optim.Muon``. A matrix is a trained parameter of two dimensions, of three a stack of them (experts), that
+    one block alone has, that is not called a bias, and that no module called a norm has. What it does not take are
+    embeddings, head, norms and biases, and the matrices whose names ``elementwise``, a regular expression, finds.
+
+    ``ns_steps``: of the Newton-Schulz iteration. ``adjust_lr_fn``: how the learning rate follows a matrix's shape, as
+    in torch; with ``match_rms_adamw`` (arXiv 2502.16982) rates that were tuned for AdamW hold. ``adamw``: for the
+    others; ``moments`` and ``overrides`` are given here, for all. ``splits``: parameters that are several matrices
+    side by side.
+
+    Raises:
+        ConfigError: a setting is out of its range, or given in the wrong place.
+    """
+
+    _group_keys = ("lr", "momentum", "weight_decay", "nesterov", "ns_steps", "adjust_lr_fn")
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = NS_STEPS
+    adjust_lr_fn: AdjustLr | None = "original"
+    weight_decay: float = 0.1
+    adamw: AdamW = field(default_factory=AdamW)
+    elementwise: str | None = None
+    splits: tuple[Split, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "splits", tuple(self.splits))  # a list cannot be hashed
+        check_muon("", self.momentum, self.ns_steps, self.elementwise)
+        for key, value, where in (
+            ("adamw.moments", self.adamw.is_compact, "moments"),
+            ("adamw.overrides", bool(self.adamw.overrides), "overrides"),
+            ("decay_norms_and_biases", not self.decay_norms_and_biases, "adamw.decay_norms_and_biases"),
+        ):
+            if value:
+                raise ConfigError(f"Muon({key}=...) has no effect: give {where}")
+        if type(self.adamw) is not AdamW:
+            raise ConfigError(f"adamw={self.adamw!r}: must be an AdamW")
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Names of the moments that AdamW keeps. A matrix has one, called ``momentum_buffer``."""
+        return self.adamw.moment_names
+
+    @property
+    def whole(self) -> Orthogonal:
+        return Orthogonal(steps=self.ns_steps, splits=self.splits, elementwise=self.elementwise)
+
+
+_SPECS: Mapping[OptimizerName, type[OptimizerSpec]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+}
+_ASIDE = {"name", "adamw", "decay_norms_and_biases", "overrides"}
+"""Settings of the section that an optimizer does not have, or that it is given in a way of their own."""
+
+
+def moment_count(optimizer: OptimizerName, momentum: float | bool) -> int:
+    """The number of an optimizer's moments beside the master copy; Muon's are of what goes element by element."""
+    own: dict[str, Any] = {"momentum": float(momentum)} if optimizer == "sgd" else {}
+    return _SPECS[optimizer](lr=0.0, weight_decay=0.0, **own).moment_count
+
+
+def _given(section: "AdamWConfig | OptimizerConfig") -> dict[str, Any]:
+    """The settings that were given, as keyword arguments of the optimizer's own class."""
+    own = (f for f in fields(section) if f.name not in _ASIDE)
+    return {f.name: value for f in own if (value := getattr(section, f.name)) != f.default}
+
+
+@contextmanager
+def _within(section: str) -> Iterator[None]:
+    """Inside, an error names the setting with its section."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
     """AdamW, for the parameters that Muon leaves.
 
@@ -157,43 +380,16 @@ class AdamWConfig:
     weight_decay: float | None = None
     decay_norms_and_biases: bool | None = None
 
-    def given(self) -> dict[str, Any]:
-        """The settings that were given, as keyword arguments of the optimizer's own class."""
-        values = {key: getattr(self, key) for key in ("lr", "betas", "eps", "weight_decay")}
-        return {key: value for key, value in values.items() if value is not None}
+    @property
+    def spec(self) -> AdamW:
+        """As ``OptimizerConfig.spec``."""
+        return AdamW(**_given(self), decay_norms_and_biases=bool(self.decay_norms_and_biases))
 
     def __post_init__(self) -> None:
-        check_rates("optimizer.adamw.", self.given())
+        with _within("optimizer.adamw"):
+            self.spec  # noqa: B018 - its class checks them
         if self.decay_norms_and_biases is not None and self.weight_decay == 0:
             raise ConfigError("optimizer.adamw.decay_norms_and_biases has no effect without weight decay: drop it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MomentsConfig:
-    """The form of an optimizer's moments, whoever is asked for it.
-
-    | field | meaning |
-    |---|---|
-    | ``moments`` | the form that moments are kept in: ``fp32``; ``bf16``; or ``int8``, codes of 8 bits with a scale for
-    32 of them. Parameters of fewer than 4,096 elements keep theirs in fp32. Changes the numbers. A run that goes on
-    with another form is converted once |
-    """
-
-    moments: Moments = "fp32"
-
-    @property
-    def is_compact(self) -> bool:
-        """True if moments take less than fp32."""
-        return self.moments != "fp32"
-
-    def check_moments(self, kept: int, prefix: str = "") -> None:
-        """Check the form against the number of moments that are ``kept``. ``prefix``: of settings' names.
-
-        Raises:
-            ConfigError: there are none to have it.
-        """
-        if self.is_compact and not kept:
-            raise ConfigError(f"{prefix}moments has no effect without {prefix}momentum: give it, or drop moments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,49 +436,23 @@ class OptimizerConfig(MomentsConfig):
     decay_norms_and_biases: bool | None = None
     overrides: tuple[Override, ...] = ()
 
-    def given(self) -> dict[str, Any]:
-        """The settings that were given, but for the overrides and AdamW's, as keyword arguments of the optimizer's own
-        class."""
-        keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn", "elementwise")
-        values = {key: getattr(self, key) for key in keys} | ({"moments": self.moments} if self.is_compact else {})
-        values |= {"splits": self.splits} if self.splits else {}
-        return {key: value for key, value in values.items() if value is not None}
-
     @property
-    def moment_count(self) -> int:
-        """The number of moments of each parameter that goes element by element."""
-        return moment_count(self.name, self.momentum)
-
-    @property
-    def whole(self) -> Orthogonal | None:
-        """Muon's way of making updates of matrices orthogonal; None with other optimizers."""
-        if self.name != "muon":
-            return None
-        steps = NS_STEPS if self.ns_steps is None else self.ns_steps
-        return Orthogonal(steps=steps, splits=self.splits, elementwise=self.elementwise)
+    def spec(self) -> OptimizerSpec:
+        """The optimizer: what the settings leave out keeps its default, but for the weight decay of norms and biases,
+        which is off unless it is asked for."""
+        if self.adamw is not None:
+            return Muon(**_given(self), overrides=self.overrides, adamw=self.adamw.spec)
+        decay = bool(self.decay_norms_and_biases)
+        return _SPECS[self.name](**_given(self), overrides=self.overrides, decay_norms_and_biases=decay)
 
     def __post_init__(self) -> None:
-        takes = {"lr", "weight_decay", "moments"} | {
-            "adamw": {"betas", "eps"},
-            "adam": {"betas", "eps"},
-            "sgd": {"momentum", "nesterov"},
-            "lion": {"betas"},
-            "muon": {"momentum", "nesterov", "ns_steps", "adjust_lr_fn", "elementwise", "splits"},
-        }[self.name]
-        for key in self.given():
+        takes = {f.name for f in fields(_SPECS[self.name])} - _ASIDE
+        for key in _given(self):
             if key not in takes:
                 raise ConfigError(
                     f"optimizer.{key} has no effect with optimizer.name={self.name!r}, which takes "
                     f"{', '.join(sorted(takes))}: drop it or choose another optimizer"
                 )
-        check_rates("optimizer.", self.given())
-        if self.name == "sgd" and not self.momentum and self.nesterov:
-            raise ConfigError("optimizer.nesterov has no effect without optimizer.momentum: give it, or drop nesterov")
-        self.check_moments(self.moment_count, "optimizer.")
-        if self.name == "adam":
-            check_eps("optimizer.", self.eps, self.moments)
-        if self.name == "muon":
-            check_muon("optimizer.", self.momentum, self.ns_steps, self.elementwise)
         if (self.adamw is not None) != (self.name == "muon"):
             raise ConfigError(
                 "optimizer.adamw is missing: with muon, other parameters than the matrices of blocks are AdamW's. Give "
@@ -294,7 +464,8 @@ class OptimizerConfig(MomentsConfig):
             raise ConfigError(
                 "optimizer.decay_norms_and_biases: with muon, give optimizer.adamw.decay_norms_and_biases"
             )
-        decays = self.weight_decay if self.weight_decay is not None else self.name == "adamw"  # as torch has them
+        with _within("optimizer"):
+            decays = self.spec.weight_decay
         if self.decay_norms_and_biases is not None and not decays:
             raise ConfigError(
                 "optimizer.decay_norms_and_biases has no effect without weight decay: drop it, or give "

@@ -1,15 +1,14 @@
 """Bytes as people write them."""
 
 import math
-import re
 
+from penstock.config.quantities import number_with_unit
 from penstock.documents.typed import LARGEST, shown
 from penstock.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-_SIZE = re.compile(r"\s*((?:\d+(?:\.\d+)?|\.\d+)(?:[eE]\+?\d{1,3})?)\s*([A-Za-z]*)\s*")
 
 MEMORY_LEAST = 1_000_000
 """Bytes of a budget, below which a bare number is one of GB or MB whose unit was left out."""
@@ -32,8 +31,8 @@ def parse_size(text: str | float) -> int:
         return text
     if isinstance(text, float) and 0 <= text <= LARGEST and text == int(text):
         return int(text)
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    size = float(match[1]) * _UNITS.get(match[2].lower(), math.inf) if match is not None else math.inf
+    number, unit = number_with_unit(text) if isinstance(text, str) else (math.nan, "")
+    size = number * _UNITS.get(unit.lower(), math.nan)
     if not size <= LARGEST:
         raise ConfigError(
             f"{shown(text)} is not a size: write a number with KiB, MiB, GiB, TiB (or K, M, G, T), KB, MB, GB or TB"

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from penstock.config.data import DataConfig, LossOn
+from penstock.config.data import DataConfig, Form, LossOn
 from penstock.data.chat import ChatEncoder
 from penstock.data.example import read_as
-from penstock.data.forms import Form
 from penstock.data.sources.reader import Cursor, Example
 from penstock.data.token_files import Document
 from penstock.data.tokenizer import panics_refused

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from penstock.config.data import INSTRUCTION_CHAT, INSTRUCTION_PROMPT, Form
 from penstock.data import instructions
 from penstock.data.conversations import Message, messages_of, type_of
-from penstock.data.forms import INSTRUCTION_CHAT, INSTRUCTION_PROMPT, Form, lacks
+from penstock.data.forms import lacks
 from penstock.data.sources.reader import Example
 from penstock.errors import ConfigError
 

@@ -1,41 +1,23 @@
 """The forms that rows have, told apart by their fields: Penstock's own, ShareGPT's and Alpaca's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from penstock.config import data
-from penstock.config.data import Kind, SourceConfig
+from penstock.config.data import (
+    CHAT,
+    COMPLETION,
+    INSTRUCTION_CHAT,
+    INSTRUCTION_PROMPT,
+    TEXT,
+    Form,
+    Kind,
+    SourceConfig,
+)
 from penstock.data.sources.reader import TURNS, Example
 from penstock.errors import ConfigError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """A form of rows. ``called``: an example of it, in words. ``kind``: what it becomes. ``needs``: the fields that a
-    row must have; ``may``: those that count if it has them.
-    """
-
-    called: str
-    kind: Kind
-    needs: tuple[str, ...]
-    may: tuple[str, ...] = ()
-
-    def missing(self, example: Example) -> str | None:
-        """The first field that a row lacks."""
-        return next((name for name in self.needs if example.fields.get(name) is None), None)
-
-
-TEXT = Form(called="a text", kind="text", needs=data.TEXT.needs)
-COMPLETION = Form(called="a prompt with its completion", kind="completion", needs=data.COMPLETION.needs)
-CHATS = tuple(
-    Form(called="a chat", kind="chat", needs=(name,), may=data.CHAT.may) for name in (*data.CHAT.needs, *TURNS)
-)
-INSTRUCTION_CHAT, INSTRUCTION_PROMPT = (
-    Form(called="an instruction with its output", kind=kind, needs=data.INSTRUCTION.needs, may=data.INSTRUCTION.may)
-    for kind in data.INSTRUCTION.kinds
-)
-
+CHATS = tuple(replace(CHAT, needs=(name,)) for name in (*CHAT.needs, *TURNS))
 _ALPACA = (INSTRUCTION_CHAT, INSTRUCTION_PROMPT)
 
 _KNOWN = (
@@ -85,18 +67,23 @@ def _forms(example: Example, kind: Kind | None, *, template: bool) -> list[Form]
     forms = [form for form in (TEXT, COMPLETION, *CHATS, alpaca) if kind in (None, form.kind)]
     if example.names is None:
         return forms
-    return [form for form in forms if example.names.keys() <= {*form.needs, *form.may}]
+    return [form for form in forms if example.names.keys() <= {*form.names}]
 
 
 def _is(example: Example, form: Form) -> bool:
-    return form.missing(example) is None and _fits(example, form)
+    return _missing(example, form) is None and _fits(example, form)
+
+
+def _missing(example: Example, form: Form) -> str | None:
+    """The first field of those that a form needs which an example has not."""
+    return next((name for name in form.needs if example.fields.get(name) is None), None)
 
 
 def lacks(example: Example, form: Form) -> None:
     """Raises:
     ConfigError: the example has not all that the form needs.
     """
-    name = form.missing(example)
+    name = _missing(example, form)
     if name is not None and name in example.fields:
         raise ConfigError(f"{example.place}: {form.called} needs {example.called(name)}, and here that is empty (null)")
     if name is not None:

@@ -113,7 +113,7 @@ def facts_of(paths: Sequence[Path], known: Sequence[FileFacts], *, whole: bool) 
         try:
             status = path.stat()
             key = (os.fsencode(path).decode(errors="backslashreplace"), status.st_size, status.st_mtime_ns)
-            digest = before[key].digest if key in before else _digest(path, status.st_size, whole=whole)
+            digest = before[key].digest if key in before else digest_of(path, whole=whole)
         except OSError as error:
             raise ConfigError(f"data: cannot use {path}: {error.strerror}") from None
         found.append(FileFacts(name=key[0], nbytes=key[1], changed_ns=key[2], digest=digest))
@@ -134,10 +134,15 @@ def require_unchanged(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None
             )
 
 
-def _digest(path: Path, size: int, *, whole: bool) -> str:
+def digest_of(path: Path, *, whole: bool = True) -> str:
+    """The hash (xxh3, 128 bits) of what is in a file; not ``whole``: of its ends.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     state = xxhash.xxh3_128()
     with files.regular(path) as file:
-        if whole or size <= 2 * _ENDS:
+        if whole or os.fstat(file.fileno()).st_size <= 2 * _ENDS:
             while chunk := file.read(_CHUNK):
                 state.update(chunk)
         else:

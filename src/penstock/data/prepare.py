@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock import files
 from penstock.config import SourceConfig
-from penstock.config.data import DataConfig, Kind
+from penstock.config.data import DataConfig, Form, Kind
 from penstock.data.encode import Encoder
-from penstock.data.forms import Form
 from penstock.data.identity import FileFacts, require_unchanged
 from penstock.data.sources.reader import Reader
 from penstock.data.sources.walk import ending

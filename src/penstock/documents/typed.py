@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from numbers import Integral, Real
 from pathlib import Path
@@ -147,7 +147,7 @@ _PLAINLY: dict[Any, Callable[[Any], bool]] = {
 """Most of all values, which are told at once."""
 
 
-def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
+def _instance(kind: Any, value: Mapping[str, Any], place: str) -> Any:
     hints, readers = hints_of(kind), _readers_of(kind)
     if unknown := [key for key in value if key not in hints]:
         raise MalformedError(f"{place or 'it'} has {shown(unknown[0])}, which is none of {', '.join(hints)}")
@@ -163,30 +163,23 @@ def _instance(kind: type[Any], value: Mapping[str, Any], place: str) -> Any:
         raise MalformedError(f"{place}: {error}" if place else str(error)) from None
 
 
-def _readers_of(kind: type[Any]) -> Mapping[str, _Reader]:
+@cache
+def _readers_of(kind: Any) -> Mapping[str, _Reader]:
     """The readers of a dataclass's fields."""
-    if kind not in _READERS:
-        _READERS[kind] = {name: _reader(hint) for name, hint in hints_of(kind).items()}
-    return _READERS[kind]
-
-
-_READERS: dict[type[Any], Mapping[str, _Reader]] = {}
+    return {name: _reader(hint) for name, hint in hints_of(kind).items()}
 
 
 def _within(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
 
 
-def hints_of(kind: type[Any]) -> Mapping[str, Any]:
-    """The types of a dataclass's fields."""
-    if kind not in _KNOWN:
-        hints = typing.get_type_hints(kind)
-        _KNOWN[kind] = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    return _KNOWN[kind]
+def _hints_of(kind: type[Any]) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-_KNOWN: dict[type[Any], Mapping[str, Any]] = {}
-"""Finding out the hints of a class takes longer than reading one of its instances."""
+hints_of: Callable[[Any], Mapping[str, Any]] = cache(_hints_of)
+"""The types of a dataclass's fields. To find them out takes longer than to read one of its instances."""
 
 
 def expected(hint: Any, none: str = "null") -> str:

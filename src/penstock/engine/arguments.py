@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.config import Budget, Family, StreamConfig
 from penstock.config.checked import check_field, check_value
 from penstock.config.engine import EngineConfig, RunConfig
+from penstock.config.optimizer import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 from penstock.documents.typed import hints_of, shown
 from penstock.engine.start import WeightSource
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.from_torch import spec_of
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 from penstock.schedule.ir.ops import Schedule
 from penstock.tape.suspended import LossFn
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.compat.marks import buffer_dtypes
 from penstock.config import Precision
+from penstock.config.optimizer import OptimizerSpec
 from penstock.config.step import SPLIT, check_strands
 from penstock.engine import start
 from penstock.engine.arguments import WrapArguments
@@ -24,7 +25,6 @@ from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale
-from penstock.optim.spec import OptimizerSpec
 from penstock.planner.request import Request
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import Share

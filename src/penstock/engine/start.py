@@ -10,10 +10,9 @@ import xxhash
 from torch import nn
 
 from penstock.compat.modules import buffers_of, convert_buffers, persistent_buffers
-from penstock.config.optimizer import Orthogonal
+from penstock.config.optimizer import OptimizerSpec, Orthogonal
 from penstock.errors import ModelError
 from penstock.optim import kernels
-from penstock.optim.spec import OptimizerSpec
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import FP32
 from penstock.schedule.program import GroupSpec

@@ -6,11 +6,10 @@ from typing import Any
 from torch import nn
 
 from penstock.config import Precision
-from penstock.config.optimizer import Moments, Override
+from penstock.config.optimizer import AdamW, Lion, Moments, Muon, OptimizerSpec, Override
 from penstock.errors import ConfigError
 from penstock.optim.from_torch import override_for, spec_of
 from penstock.optim.precision import precision_of_weights
-from penstock.optim.spec import AdamW, Lion, Muon, OptimizerSpec
 
 _SGD_ARGS = frozenset({"momentum", "nesterov"})
 

@@ -9,11 +9,22 @@ import numpy as np
 import torch
 
 from penstock.compat.torch import note_step
-from penstock.config.optimizer import AdjustLr, Moments, check_eps, check_muon, check_rates
+from penstock.config.optimizer import (
+    SGD,
+    Adam,
+    AdamW,
+    AdjustLr,
+    Lion,
+    Moments,
+    Muon,
+    OptimizerSpec,
+    check_eps,
+    check_muon,
+    check_rates,
+)
 from penstock.errors import ConfigError
 from penstock.optim.formula import FIRST_HALVES, Hyper, Kind
 from penstock.optim.from_torch import refuse_unsupported
-from penstock.optim.spec import SGD, Adam, AdamW, Lion, Muon, OptimizerSpec
 
 
 class StreamedOptimizer(torch.optim.Optimizer):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from penstock.compat.torch import hooks_of
-from penstock.config.optimizer import Override
+from penstock.config.optimizer import SGD, Adam, AdamW, OptimizerSpec, Override
 from penstock.errors import ConfigError
-from penstock.optim.spec import SGD, Adam, AdamW, OptimizerSpec
 
 _KINDS: dict[type[torch.optim.Optimizer], type[OptimizerSpec]] = {
     torch.optim.AdamW: AdamW,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from penstock import files
 from penstock.config import TrainConfig
-from penstock.hardware.drives import TB, rated_bytes, spread, stripe_weights, together
+from penstock.hardware.drives import TB, rated_bytes, together
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import file_system, on_one_drive
+from penstock.hardware.profiles import file_system
 from penstock.schedule.ir.lanes import Lane
 
 DRIVE_WRITES = 0.3 * 365 * 5
@@ -34,16 +34,14 @@ class Yardstick:
     allowed: float | None = None
 
 
-def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind) -> Yardstick:
-    """The yardstick of a run on a device of a ``kind``."""
-    rated, assumed = _rated(config, machine)
-    endurance, count = config.budget.endurance, len(config.budget.disk_paths)
-    weights = stripe_weights(machine.drives) if machine is not None and len(machine.drives) == count else (1,) * count
-    users = on_one_drive(config.budget.disk_paths)
-    each = [] if endurance is None else [endurance.bytes_per_day / count for count in users]
-    allowed = spread(each, weights) if each else None
+def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind, hosts: int = 1) -> Yardstick:
+    """The yardstick of a run on a device of a ``kind``, but for what its drives may be written in a day. ``hosts``:
+    that have such drives each.
+    """
+    of_host, assumed = _rated(config, machine)
+    rated = None if of_host is None else of_host * hosts
     if machine is None:
-        return Yardstick(rated=rated, assumed=assumed, allowed=allowed)
+        return Yardstick(rated=rated, assumed=assumed)
     device, drives = machine.device, machine.drives if config.budget.disk_paths else ()
     links: dict[Lane, float] = {"h2d": device.h2d, "d2h": device.d2h}
     if drives:
@@ -55,12 +53,12 @@ def yardstick(config: TrainConfig, machine: Machine | None, *, kind: DeviceKind)
         links=links,
         rated=rated,
         assumed=assumed,
-        allowed=allowed,
     )
 
 
 def _rated(config: TrainConfig, machine: Machine | None) -> tuple[float | None, bool]:
-    """(bytes, whether assumed): as the settings say, else the machine's profile, else from the drives' size."""
+    """(bytes of a host's drives, whether assumed): as the settings say, else the machine's profile, else from the
+    drives' size."""
     paths = config.budget.disk_paths
     if not paths:
         return None, False

@@ -29,14 +29,6 @@ class HubDataset:
         if start is not None:
             rows.load_state_dict(start["state"])
             count = start["row"]
-        for row in self._each(rows, count):
-            count += 1
-            fields = {name: row[name] for name in self.wanted if name in row}
-            example = Example(fields=fields, place=f"{self.name}, row {count}", has=tuple(row))
-            yield example, {"state": rows.state_dict(), "row": count}
-
-    def _each(self, rows: Any, count: int) -> Iterator[Any]:
-        """The rows behind the first ``count``."""
         found = iter(rows)
         while True:
             try:
@@ -47,7 +39,9 @@ class HubDataset:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise ConfigError(f"data: {self.name}: cannot be read on after row {count}: {reason}") from error
             count += 1
-            yield row
+            fields = {name: row[name] for name in self.wanted if name in row}
+            example = Example(fields=fields, place=f"{self.name}, row {count}", has=tuple(row))
+            yield example, {"state": rows.state_dict(), "row": count}
 
 
 def open_dataset(source: SourceConfig, *, streaming: bool, commit: str | None) -> HubDataset:

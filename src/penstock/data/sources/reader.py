@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.config.data import SORTS
+from penstock.config.data import FORMS
 from penstock.errors import ConfigError
 
 Cursor = Any
@@ -15,7 +15,7 @@ Cursor = Any
 TURNS = ("conversations", "conversation")
 """Names of fields with a chat, other than ``messages``."""
 
-FIELDS = tuple(dict.fromkeys((*(name for sort in SORTS for name in sort.names), *TURNS)))
+FIELDS = tuple(dict.fromkeys((*(name for form in FORMS for name in form.names), *TURNS)))
 """The fields of a source that are read."""
 
 
@@ -133,7 +133,7 @@ def wanted(names: Mapping[str, str] | None) -> tuple[str, ...]:
 def _every(names: Mapping[str, str]) -> dict[str, str]:
     """Each field that may be there, and its name in the file: that of the settings, else its own, if it is free."""
     theirs = {*names.values()}
-    together = {name for sort in SORTS if names.keys() <= {*sort.names} for name in sort.names}
+    together = {name for form in FORMS if names.keys() <= {*form.names} for name in form.names}
     if not names.keys() & {"messages"} and "messages" in together:
         together |= {*TURNS}
     return {**names, **{name: name for name in FIELDS if name in together - names.keys() - theirs}}
