@@ -16,7 +16,7 @@ from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, r
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.interrupt import holding
 from penstock.engine.mixing import check_on_first
-from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of
+from penstock.engine.probed import Probed, check_probed, join, join_facts, slowest_of
 from penstock.engine.probing import Probing
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
@@ -47,6 +47,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.facts import StageFacts
+from penstock.tape.handed import HandedOn
 from penstock.tape.parameters import refuse_given_values
 
 log = logging.getLogger("penstock")

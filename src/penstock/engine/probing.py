@@ -10,7 +10,7 @@ from typing import Any
 from penstock.engine import batch
 from penstock.engine.interrupt import holding
 from penstock.engine.labels import LabelCount
-from penstock.engine.probed import HandedOn, Probed, within
+from penstock.engine.probed import Probed, within
 from penstock.engine.resources import EngineResources
 from penstock.engine.spans import SpanLabels
 from penstock.engine.timing import orthogonal_rate, time_stages
@@ -118,34 +118,34 @@ class Probing:
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
             copies = weights.are_copies
-            stages = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
+            learned = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
         batch.check_not_collected(before)
         del inputs, before
-        self.labels.learn(micro_batch, *shared.tape.compared)
-        waits = sentence(shared.tape.waits)
+        self.labels.learn(micro_batch, learned.losses, learned.loss)
+        waits = sentence(learned.waits)
         if waits is not None and waits not in self._waits:
             self._waits.add(waits)
             log.info("%s", waits)
-        facts, times = shared.tape.facts, None
+        times = None
         if train and machine is not None:
-            program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+            program = Program(groups=tuple(g.spec for g in shared.groups), stages=learned.stages)
             if shared.ranks.are_pipeline and shared.ranks.each == 1:
                 # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
-            times = time_stages(shared.tape, program, facts, fresh, weights)
-            times = replace(times, orthogonal=self._orthogonal, again=shares_again(shared.tape.work))
-            times = with_exchanges(times, shared.tape.work, machine)  # nobody has waited for the others
+            times = time_stages(shared.tape, program, learned.facts, fresh, weights)
+            times = replace(times, orthogonal=self._orthogonal, again=shares_again(learned.work))
+            times = with_exchanges(times, learned.work, machine)  # nobody has waited for the others
         return Probed(
-            stages=stages,
-            facts=facts,
+            stages=learned.stages,
+            facts=learned.facts,
             times=times,
-            flops=model_flops(shared.tape.work),
+            flops=model_flops(learned.work),
             tokens=batch.tokens(micro_batch),
             nbytes=nbytes,
             moved=moved,
-            handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
-            carried=shared.tape.carried,
+            handed=learned.handed,
+            carried=learned.carried,
         )
 
     @cached_property
