@@ -174,7 +174,7 @@ class Planning:
         also those that were probed before, so that steps whose shapes alternate have one plan."""
         if not self._shared.ranks.are_pipeline:
             return dict(probed)
-        return self.probing.found(train=train) | dict(probed)
+        return self.probing.found[train] | probed
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
