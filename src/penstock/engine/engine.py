@@ -52,8 +52,8 @@ class Engine:
 
     def __init__(self, resources: EngineResources) -> None:
         """``resources``: what the engine lives on, and closes; where this fails, they are closed as well."""
-        self._process, self._is_closed = os.getpid(), False
         try:
+            self._process, self._is_closed = os.getpid(), False
             self._resources = resources
             self.model = resources.tape.model
             self.budget = resources.settings.budget
