@@ -157,7 +157,9 @@ class Planning:
         probed = self.probing.find(dict(zip(shapes, micro_batches, strict=True)), self._machine, train=train)
         self.probing.look_at_labels(micro_batches)
         nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
-        every = self._beside(probed, train=train)
+        # In a pipeline, whose ranks have to know of each shape what calls are handed, also of those that were probed
+        # before, so that steps whose shapes alternate have one plan.
+        every = dict(self.probing.found[train]) if ranks.are_pipeline else probed
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
         try:
             with holding(False):
@@ -168,13 +170,6 @@ class Planning:
             with holding(False):
                 self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
-
-    def _beside(self, probed: Mapping[batch.Shapes, Probed], *, train: bool) -> dict[batch.Shapes, Probed]:
-        """The shapes that a plan is made for. In a pipeline, whose ranks have to know of each what calls are handed,
-        also those that were probed before, so that steps whose shapes alternate have one plan."""
-        if not self._shared.ranks.are_pipeline:
-            return dict(probed)
-        return self.probing.found[train] | probed
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
