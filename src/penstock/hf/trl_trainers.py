@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+import trl
 from torch import nn
 
-from penstock.compat import trl
+from penstock.compat.trl import of_dpo, of_reward, of_sft
 from penstock.engine.labels import IGNORED
 from penstock.hf.reference import PreferenceMixin
 from penstock.hf.trl_trainer import TRLMixin
@@ -18,7 +19,7 @@ class SFTTrainer(TRLMixin, trl.SFTTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = trl.of_sft
+    figures_of = of_sft
 
     def compute_loss(
         self,
@@ -44,7 +45,7 @@ class RewardTrainer(TRLMixin, trl.RewardTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = trl.of_reward
+    figures_of = of_reward
     exact_entries = ("margin",)
 
 
@@ -58,7 +59,7 @@ class DPOTrainer(PreferenceMixin, trl.DPOTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = trl.of_dpo
+    figures_of = of_dpo
     reference_columns = exact_entries = ("ref_chosen_logps", "ref_rejected_logps")
 
 
