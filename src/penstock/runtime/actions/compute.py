@@ -45,9 +45,9 @@ class Compute:
         return {
             "F": self.forward,
             "E": self.epilogue,
-            "B": partial(self._backward, self._tape.backward),
-            "I": partial(self._backward, self._tape.backward_inputs),  # which adds to no gradient
-            "W": partial(self._backward, self._tape.backward_weights),
+            "B": partial(self.backward, self._tape.backward),
+            "I": partial(self.backward, self._tape.backward_inputs),  # which adds to no gradient
+            "W": partial(self.backward, self._tape.backward_weights),
             "AD": self.add_strand,
         }
 
@@ -65,7 +65,7 @@ class Compute:
         if op.id == self._to.bound.last_loss:
             self._check_losses()
 
-    def _backward(self, run: Callable[[int, int], None], op: Op) -> None:
+    def backward(self, run: Callable[[int, int], None], op: Op) -> None:
         """A backward, or the first or the second part of one."""
         self._under_way = op
         self._run(run, op)
