@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_trainer import SFTTrainer
+
+__all__ = ["Bookkeeping", "Books", "DPOTrainer", "KTOTrainer", "ReferenceSteps", "RewardTrainer", "SFTTrainer"]
+# The trainers: from the modules that have them, as ``trl`` imports lazily. Without: the same classes, as of ``trl``.
 
 Metrics = dict[str, defaultdict[str, list[float]]]
 

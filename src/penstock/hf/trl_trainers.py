@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-import trl
 from torch import nn
 
-from penstock.compat.trl import of_dpo, of_reward, of_sft
+from penstock.compat import trl
 from penstock.engine.labels import IGNORED
 from penstock.hf.reference import PreferenceMixin
 from penstock.hf.trl_trainer import TRLMixin
@@ -19,7 +18,7 @@ class SFTTrainer(TRLMixin, trl.SFTTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = of_sft
+    figures_of = trl.of_sft
 
     def compute_loss(
         self,
@@ -45,7 +44,7 @@ class RewardTrainer(TRLMixin, trl.RewardTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = of_reward
+    figures_of = trl.of_reward
     exact_entries = ("margin",)
 
 
@@ -59,7 +58,7 @@ class DPOTrainer(PreferenceMixin, trl.DPOTrainer):
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
 
-    figures_of = of_dpo
+    figures_of = trl.of_dpo
     reference_columns = exact_entries = ("ref_chosen_logps", "ref_rejected_logps")
 
 
