@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,21 +243,6 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch
         again = load(folder, trust_remote_code=True)
         assert type(again.model).__name__ == "MineForCausalLM"
         assert (folder / SINGLE).read_bytes() == (source / SINGLE).read_bytes()
-
-
-def test_what_a_run_keeps_of_its_model_is_not_gone_where_the_next_cannot_be_put_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, model = tmp_path / "kept", folders.model("llama")
-    keep(kept, model, config=model.config, dtype=torch.float32, rules=None, source=None)
-
-    def fails(*_: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Path, "rename", fails)
-    with suppress(ConfigError):  # which file systems that swap two names do not need
-        keep(kept, model, config=model.config, dtype=torch.bfloat16, rules=None, source=None)
-    assert kept_model(kept).config.model_type == "llama"
 
 
 def test_all_that_prepares_a_models_inputs_is_kept_and_comes_out_with_it(tmp_path: Path) -> None:

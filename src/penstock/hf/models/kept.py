@@ -9,6 +9,7 @@ penstock.json           the rules by which the files' names and layouts became t
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from penstock.data.tokenizer import save
 from penstock.errors import ConfigError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.folder import CONFIG, GENERATION, TOKENIZER_FILES, read_json
-from penstock.store.whole import WholeFolder
 
 NOTES = "penstock.json"
 
@@ -55,22 +55,28 @@ def keep(
     Raises:
         ConfigError: it cannot be written.
     """
+    partial = folder.with_name(f"{folder.name}.partial")
     try:
-        with WholeFolder(folder, private=True) as whole:
-            write_config(whole.partial, config, type(model), dtype)
-            _write_generation(whole.partial, model, source)
-            if tokenizer is not None:
-                save(tokenizer, whole.partial)
-            elif source is not None:
-                copy_tokenizer(source, whole.partial)
-            if source is not None and getattr(config, "auto_map", None):
-                for path in files.matching(source, "*.py"):
-                    files.copy(path, whole.partial / path.name)
-            notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
-            files.replace(whole.partial / NOTES, json.dumps(notes, indent=2) + "\n")
-            files.sync_tree(whole.partial)
-            whole.finish()
+        files.remove(partial)
+        partial.mkdir()
+        write_config(partial, config, type(model), dtype)
+        _write_generation(partial, model, source)
+        if tokenizer is not None:
+            save(tokenizer, partial)
+        elif source is not None:
+            copy_tokenizer(source, partial)
+        if source is not None and getattr(config, "auto_map", None):
+            for path in files.matching(source, "*.py"):
+                files.copy(path, partial / path.name)
+        notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
+        files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
+        files.sync_tree(partial)
+        files.remove(folder)
+        partial.rename(folder)
+        files.sync_folder(folder.parent)
     except OSError as error:
+        with suppress(OSError):
+            files.remove(partial)
         raise ConfigError(f"{folder}: cannot keep the model's configuration there: {error}") from error
 
 
