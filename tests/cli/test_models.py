@@ -100,7 +100,7 @@ def test_a_store_that_was_never_filled_is_filled_when_the_run_is_started_again(
 def test_what_a_kill_left_of_the_model_that_a_run_was_to_keep_goes_with_the_run(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Be it a start in its place that fails before it keeps its own: what is left would keep the next from beginning."""
+    """Be it a start in its place that fails before it keeps its own: no run can begin beside what is left."""
     if not (child := os.fork()):
         try:
             kept_models.write_config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
