@@ -15,6 +15,7 @@ from torch import nn
 from penstock.schedule.program import Stage
 from penstock.tape import rng
 from penstock.tape.blocks import Block, find_blocks
+from penstock.tape.facts import Learned
 from penstock.tape.groups import group_parameters
 from penstock.tape.tape import Tape
 from tests.models import Case, MicroBatch
@@ -83,6 +84,7 @@ class Bench:
         self.attached: dict[int, torch.Tensor] = {}
         loss_fn, device = case.loss_fn, self.device
         self.tape = Tape(model, self.blocks, self.groups, loss_fn, seed=SEED, device=device, splits=splits)
+        self.learned: Learned  # by the latest probe
         self.stages: tuple[Stage, ...] = ()
 
     def load(self, group: int) -> None:
@@ -101,8 +103,9 @@ class Bench:
             self.load(group)
 
     def probe(self, micro_batch: MicroBatch, *, train: bool = True) -> tuple[Stage, ...]:
-        self.stages = self.tape.probe(micro_batch, self.load, self.unload, all_copies=self.moving, train=train)
+        learned = self.tape.probe(micro_batch, self.load, self.unload, all_copies=self.moving, train=train)
         assert not self.attached
+        self.learned, self.stages, self.tape.facts = learned, learned.stages, learned.facts
         return self.stages
 
     @contextmanager

@@ -1,6 +1,7 @@
 """``penstock train`` on a model's folder: what the run's folder keeps of it, going on without the source, refusals."""
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from penstock.cli import main
+from penstock.hf.models import kept as kept_models
 from penstock.hf.models.folder import SINGLE
 from penstock.hf.models.kept import kept_model
 from penstock.state.slots import Slots
@@ -93,6 +95,26 @@ def test_a_store_that_was_never_filled_is_filled_when_the_run_is_started_again(
             main(["train", str(config)])
     assert main(["resume", str(tmp_path / "run")]) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_what_a_kill_left_of_the_model_that_a_run_was_to_keep_goes_with_the_run(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it a start in its place that fails before it keeps its own: no run can begin beside what is left."""
+    if not (child := os.fork()):
+        try:
+            kept_models.write_config = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            main(["train", str(config)])
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    run = tmp_path / "run"
+    assert list(run.glob("model*")), "it was killed before it began to keep its model"
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.cli.train.open_data", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["train", str(config), "--overwrite"])
+    assert not run.exists()
 
 
 def test_random_weights_of_a_folders_configuration(config: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_entries_of_every_library_are_looked_at() -> None:
     assert "ReachedError" not in found["transformers"]
     assert {"note_gathered", "deal_neighbours", "Neighbours", "keep_processes"} <= found["accelerate"]
     assert {"is_moved", "set_initialised", "has_adapters"} <= found["marks"]
-    assert {"store_of", "formula_of_shapes", "placeholder", "attention_by"} <= found["torch"]
+    assert {"store_of", "compilations", "placeholder", "attention_by"} <= found["torch"]
 
 
 @pytest.mark.parametrize(

@@ -349,6 +349,21 @@ def test_an_error_of_who_shows_progress_is_none_of_the_folder(tmp_path: Path) ->
     assert left(tmp_path) == []
 
 
+def test_what_a_library_could_not_write_is_told_in_its_words(tmp_path: Path) -> None:
+    """Libraries raise OSErrors that have no number and no words of the system."""
+    model = folders.model("llama")
+
+    def fails(folder: Path) -> None:
+        raise shutil.Error([("a.json", "b.json", "no such thing")])
+
+    with wrap(model, None) as engine:
+        values = engine.inside.resources.values()
+        source = Source(cls=type(model), config=model.config, rules=None, values=values)
+        with pytest.raises(StoreError, match=r"out: cannot be written: .*no such thing.*: check the drive"):
+            write_folder(tmp_path / "out", source, fails)
+    assert left(tmp_path) == []
+
+
 def test_a_value_that_is_too_large_for_the_dtype_leaves_nothing(tmp_path: Path) -> None:
     model = folders.model("llama")
     with torch.no_grad():

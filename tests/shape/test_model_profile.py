@@ -109,8 +109,8 @@ def test_a_dry_run_finds_what_a_probe_finds(name: str) -> None:
     found = dry(case)
     assert found.groups == tuple(g.spec for g in real.groups)
     assert found.stages == real.stages
-    assert but_for_ops(found.work) == but_for_ops(real.tape.work)
-    assert_about_as_many_ops(found.work, real.tape.work)
+    assert but_for_ops(found.work) == but_for_ops(real.learned.work)
+    assert_about_as_many_ops(found.work, real.learned.work)
 
 
 @pytest.mark.sampled(3, values=False)
@@ -121,12 +121,12 @@ def test_a_dry_run_in_16_bits_finds_what_a_probe_finds(name: str) -> None:
     real.probe(case.micro_batches(1, dtype=torch.bfloat16)[0])
     found = dry(case, dtype=torch.bfloat16)
     # The real one's buffers are in 16 bits, too, and rotary frequencies are widened: 24 bytes.
-    prologue = real.tape.work[0][0]
-    fewer = tuple((replace(prologue, traffic=prologue.traffic - less), real.tape.work[0][1]) for less in (0, 24))
+    prologue = real.learned.work[0][0]
+    fewer = tuple((replace(prologue, traffic=prologue.traffic - less), real.learned.work[0][1]) for less in (0, 24))
     assert found.stages == real.stages
     assert but_for_ops(found.work)[0] in but_for_ops(fewer)
-    assert but_for_ops(found.work)[1:] == but_for_ops(real.tape.work)[1:]
-    assert_about_as_many_ops(found.work, real.tape.work)
+    assert but_for_ops(found.work)[1:] == but_for_ops(real.learned.work)[1:]
+    assert_about_as_many_ops(found.work, real.learned.work)
 
 
 @pytest.mark.sampled(2, values=False)

@@ -36,7 +36,7 @@ def train(spec: Spec, order: Order) -> bool:
     bench, plain = Bench(case_of(spec), spec.build().double(), moving=True, splits=True), spec.build().double()
     steps = spec.data()
     bench.probe(max((mb for step in steps for mb in step), key=lambda mb: mb["tokens"].numel()))
-    if bench.tape.carried is not None and order is not horizontal and len(steps[0]) > 1:
+    if bench.learned.carried is not None and order is not horizontal and len(steps[0]) > 1:
         return False  # which an engine refuses
     for number, micro_batches in enumerate(steps, start=1):
         weights = [1 / len(micro_batches)] * len(micro_batches)

@@ -61,7 +61,7 @@ WAITING = Case(
 def probed(case: Case, device: str) -> tuple[Bench, tuple[Wait, ...]]:
     bench = Bench(case, case.model().to(device), moving=True)
     bench.probe({k: t.to(device) for k, t in case.micro_batches(1)[0].items()})
-    return bench, bench.tape.waits
+    return bench, bench.learned.waits
 
 
 @pytest.mark.accelerator

@@ -27,13 +27,6 @@ def base_name(name: str) -> str | None:
     return _COPY.sub(".", _LAYER.sub("", name.removeprefix(_PREFIX).replace(_TOKENS, ".")))
 
 
-def is_adapted(layer: Any) -> bool:
-    """True if a layer has low-rank adapters. Without: as ``is_plain``."""
-    from peft.tuners.lora import LoraLayer
-
-    return isinstance(layer, LoraLayer)
-
-
 def is_plain(layer: Any) -> bool:
     """True if a layer with adapters is a linear one or an embedding, whose adapters are a product of two matrices.
 

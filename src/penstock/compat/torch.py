@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry, shape_wrapper
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
@@ -353,20 +353,6 @@ HANDING_ON = (_aten._unsafe_view, _aten._reshape_alias, COPY_TO)
 
 _FLASH_CHOICE = 1
 """``torch._C._SDPBackend.FLASH_ATTENTION``, as ``torch._fused_sdp_choice`` returns it."""
-
-
-_SHAPED = shape_wrapper(lambda *shapes, **more: 0)  # type: ignore[no-untyped-call]
-"""Any formula of torch's: they have one wrapper, which looks for the shapes. Without: no formula is known by it."""
-
-
-def formula_of_shapes(formula: Callable[..., int]) -> Callable[..., int] | None:
-    """The function that a formula of ``flop_registry`` wraps: the same from shapes, with ``out_shape``; None if it
-    wraps nothing.
-
-    Without: the wrapped one, with ``out_val``, which takes longer than most ops of a small model.
-    """
-    whole = getattr(formula, "__wrapped__", None)
-    return whole if getattr(formula, "__code__", None) is _SHAPED.__code__ else None
 
 
 def takes_flash(*args: Any, **kwargs: Any) -> bool:

@@ -16,7 +16,8 @@ from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 __all__ = ["Bookkeeping", "Books", "DPOTrainer", "KTOTrainer", "ReferenceSteps", "RewardTrainer", "SFTTrainer"]
-# The trainers: from the modules that have them, as ``trl`` imports lazily. Without: the same classes, as of ``trl``.
+# The trainers: from the modules that have them, as ``trl`` imports lazily, which type checkers do not follow. Without:
+#   the same classes, as of ``trl``.
 
 Metrics = dict[str, defaultdict[str, list[float]]]
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from penstock.compat.modules import buffers_of
 from penstock.config import Family
-from penstock.engine.probed import HandedOn, slowest_of
+from penstock.engine.probed import slowest_of
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
@@ -38,7 +38,7 @@ from penstock.store.parts import HOLDERS
 from penstock.store.successor import manifest_of
 from penstock.tape.elsewhere import besides
 from penstock.tape.facts import StageFacts
-from penstock.tape.handed import refusal
+from penstock.tape.handed import HandedOn, refusal
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ def dealt_program(
         raise ranks.of_all(ModelError(said))
     sizes = [0] * len(program.stages)
     for of_shape in handed:
-        for k, numbers in besides(of_shape.calls, of_stages).items():
+        for k, numbers in besides(of_shape, of_stages).items():
             sizes[k] = max(sizes[k], sum(of_shape.shared[n].kind.nbytes for n in numbers))
     of_all = ranks.gather_objects("sizes of what calls share", sizes)  # other pipelines' micro-batches are others
     most = [max(by_rank) for by_rank in zip(*of_all, strict=True)]

@@ -13,10 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from penstock.engine import batch, dropped
-from penstock.engine.arguments import WrapArguments
 from penstock.engine.attempt import Attempt
 from penstock.engine.due import Due
 from penstock.engine.durability import Durability
@@ -24,21 +22,19 @@ from penstock.engine.fate import Event, State
 from penstock.engine.inside import Inside
 from penstock.engine.interrupt import holding, whole_steps
 from penstock.engine.planning import Planning
-from penstock.engine.resources import open_resources
+from penstock.engine.resources import EngineResources
 from penstock.engine.snapshots import Snapshots
 from penstock.engine.spans import check_same
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.engine.turns import in_turn, is_foreign
 from penstock.errors import ConfigError, NonFiniteError
-from penstock.hardware.machine import Machine
 from penstock.planner.plan import Plan
-from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.group import ALONE
 from penstock.runtime.context import StepContext, Update
 from penstock.sim.result import Simulation
 from penstock.state.shared import CalledArrays, LedArrays
 from penstock.state.stats import StepStats
 from penstock.state.values import Values
-from penstock.store.owner import Owner
 from penstock.tape.modes import TrainingFlags
 
 _OF_ALL = (KeyboardInterrupt, SystemExit, NonFiniteError)
@@ -54,42 +50,30 @@ class Engine:
     Calls of all engines of a process take turns; two calls of one at once are refused, and calls in a forked child.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: WrapArguments,
-        *,
-        device: torch.device,
-        machine: Machine | None,
-        owner: Owner | None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run
-        that the store belongs to.
-        """
-        self._process, self._is_closed = os.getpid(), False
-        self.model = model
-        self.budget = settings.budget
-        self.device = device
-        self.trace: Sequence[TraceEvent] = ()
-        """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
-        self.counters: Sequence[MemorySample] = ()
-        """Bytes in use per tier over the last step."""
-        self._began = time.perf_counter()
-        self._ranks = ranks
-        self._resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
+    def __init__(self, resources: EngineResources) -> None:
+        """``resources``: what the engine lives on, and closes; where this fails, they are closed as well."""
         try:
-            self.optimizer = self._resources.optimizer
-            self._progress, commits = self._resources.progress, self._resources.commits
-            self._durability = Durability(commits, self._progress, Due.of(settings.budget))
-            self._snapshots = Snapshots(self._resources, self._durability)
-            self._planning = Planning(self._resources, before_change=self._durability.rest_of_all)
+            self._process, self._is_closed = os.getpid(), False
+            self._resources = resources
+            self.model = resources.tape.model
+            self.budget = resources.settings.budget
+            self.device = resources.device
+            self.optimizer = resources.optimizer
+            self.trace: Sequence[TraceEvent] = ()
+            """Every op of the last step, as it ran; of a step that was run twice, of the run that counts."""
+            self.counters: Sequence[MemorySample] = ()
+            """Bytes in use per tier over the last step."""
+            self._began = time.perf_counter()
+            self._ranks, self._progress, commits = resources.ranks, resources.progress, resources.commits
+            self._durability = Durability(commits, self._progress, Due.of(self.budget))
+            self._snapshots = Snapshots(resources, self._durability)
+            self._planning = Planning(resources, before_change=self._durability.rest_of_all)
             commits.commit(self._progress.record())
             self._written = commits.written
-            self._forget = dropped.watch(self, self._planning, self._durability, self._resources)
+            self._forget = dropped.watch(self, self._planning, self._durability, resources)
         except BaseException:
-            self._resources.tape.close()
-            self._resources.commits.close()
+            resources.tape.close()
+            resources.commits.close()
             raise
 
     # ---- training

@@ -20,7 +20,7 @@ from penstock.engine.spans import Spans
 from penstock.engine.visiting import VisitingWeights
 from penstock.errors import BudgetError, ConfigError, ModelError, RankError, StoreError, is_out_of_memory
 from penstock.tape import trees
-from penstock.tape.facts import Site
+from penstock.tape.facts import Learned, Site
 from penstock.tape.tape import Tape
 from penstock.tape.unequal import unequal_dtypes_told
 
@@ -68,7 +68,7 @@ def check_mixes_nothing(tape: Tape, spans: Spans, dtype: torch.dtype, weights: V
         try:
             with unequal_dtypes_told(model, dtype):
                 given, copies = _micro_batch(clean, table.shape[0]), weights.are_copies
-                tape.probe(given, weights.load, weights.unload, all_copies=copies, train=False)
+                learned = tape.probe(given, weights.load, weights.unload, all_copies=copies, train=False)
         except (BudgetError, ConfigError, ModelError, RankError, StoreError):
             raise
         except Exception as error:  # the model's own, of any class
@@ -87,7 +87,7 @@ def check_mixes_nothing(tape: Tape, spans: Spans, dtype: torch.dtype, weights: V
             f"block {mixed[0]!r} mixes tokens in another way than by attention through transformers' attention "
             "interface (a convolution, a recurrence, statistics of a batch, an attention of its own)",
         )
-    _check_loss(tape, spans.cp, int(clean.sum()))
+    _check_loss(type(model).__name__, learned, spans.cp, int(clean.sum()))
 
 
 def _micro_batch(clean: torch.Tensor, vocabulary: int) -> Mapping[str, Any]:
@@ -142,9 +142,9 @@ def _looking(blocks: Sequence[Site], clean: torch.Tensor, mixed: list[str]) -> I
         yield
 
 
-def _check_loss(tape: Tape, cp: int, labels: int) -> None:
-    compared, loss = tape.compared
-    name = type(tape.model).__name__
+def _check_loss(name: str, learned: Learned, cp: int, labels: int) -> None:
+    """``name``: of the model's class."""
+    compared, loss = learned.losses, learned.loss
     if len(compared) != 1 or compared[0].targets is None:
         _refuse(cp, f"the loss of {name} is made of {len(compared)} calls of torch's cross-entropy, and not of one")
     found = compared[0]
@@ -157,7 +157,7 @@ def _check_loss(tape: Tape, cp: int, labels: int) -> None:
     if found.summed is None:
         _refuse(cp, f"the loss of {name} is not divided by the number of items that it is given (num_items_in_batch)")
     if not found.summed.isfinite():
-        _refuse(cp, f"{type(tape.model).__name__} mixes tokens outside of its blocks, or has weights that are NaN")
+        _refuse(cp, f"{name} mixes tokens outside of its blocks, or has weights that are NaN")
     if float(found.summed / _ITEMS) != loss:
         _refuse(
             cp,

@@ -16,7 +16,7 @@ from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, r
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.interrupt import holding
 from penstock.engine.mixing import check_on_first
-from penstock.engine.probed import HandedOn, Probed, check_probed, join, join_facts, slowest_of
+from penstock.engine.probed import Probed, check_probed, join, join_facts, slowest_of
 from penstock.engine.probing import Probing
 from penstock.engine.repeats import Repeats
 from penstock.engine.resources import EngineResources
@@ -47,6 +47,7 @@ from penstock.shape.model import StageTimes
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.facts import StageFacts
+from penstock.tape.handed import HandedOn
 from penstock.tape.parameters import refuse_given_values
 
 log = logging.getLogger("penstock")
@@ -156,7 +157,9 @@ class Planning:
         probed = self.probing.find(dict(zip(shapes, micro_batches, strict=True)), self._machine, train=train)
         self.probing.look_at_labels(micro_batches)
         nbytes = max(batch.nbytes(mb, self._shared.arrays.dtype) for mb in micro_batches)
-        every = self._beside(probed, train=train)
+        # In a pipeline, whose ranks have to know of each shape what calls are handed, also of those that were probed
+        # before, so that steps whose shapes alternate have one plan.
+        every = dict(self.probing.found[train]) if ranks.are_pipeline else probed
         others = any(ranks.gather_objects("shapes that were seen before", len(every) > len(probed)))
         try:
             with holding(False):
@@ -167,13 +170,6 @@ class Planning:
             with holding(False):
                 self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
-
-    def _beside(self, probed: Mapping[batch.Shapes, Probed], *, train: bool) -> dict[batch.Shapes, Probed]:
-        """The shapes that a plan is made for. In a pipeline, whose ranks have to know of each what calls are handed,
-        also those that were probed before, so that steps whose shapes alternate have one plan."""
-        if not self._shared.ranks.are_pipeline:
-            return dict(probed)
-        return self.probing.found(train=train) | dict(probed)
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""

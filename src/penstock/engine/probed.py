@@ -13,7 +13,7 @@ from penstock.shape.model import StageTimes
 from penstock.tape import trees
 from penstock.tape.early_stop import last_of_all
 from penstock.tape.facts import Facts, StageFacts
-from penstock.tape.handed import Handed, Shared
+from penstock.tape.handed import HandedOn
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
@@ -96,18 +96,11 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandedOn:
-    """The arguments of each stage's call, and the tensors that calls share, of one shape of micro-batch."""
-
-    calls: tuple[Handed | None, ...]
-    shared: tuple[Shared, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Probed:
     """Results of the probe for one shape of micro-batch. ``times``: only where there is a machine to predict for.
     ``flops``: of the model, forward and backward, without what is computed again; ``tokens``, ``nbytes``: of the
-    micro-batch; ``moved``: its shapes as it is on the device, in the compute dtype; ``carried``: as of ``Tape``.
+    micro-batch; ``moved``: its shapes as it is on the device, in the compute dtype; ``carried``: as of
+    ``Learned``.
     """
 
     stages: tuple[Stage, ...]

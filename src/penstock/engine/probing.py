@@ -10,7 +10,7 @@ from typing import Any
 from penstock.engine import batch
 from penstock.engine.interrupt import holding
 from penstock.engine.labels import LabelCount
-from penstock.engine.probed import HandedOn, Probed, within
+from penstock.engine.probed import Probed, within
 from penstock.engine.resources import EngineResources
 from penstock.engine.spans import SpanLabels
 from penstock.engine.timing import orthogonal_rate, time_stages
@@ -38,7 +38,8 @@ class Probing:
         self._shared = resources
         self._make_room = make_room
         self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
-        self._found: dict[tuple[bool, batch.Shapes], Probed] = {}
+        self.found: dict[bool, dict[batch.Shapes, Probed]] = {True: {}, False: {}}
+        """all that is known of steps, and of evaluations"""
         self._modes: dict[bool, tuple[bool, ...]] = {}
         """the modes of all modules when that was probed: True if in training"""
         self._waits: set[str] = set()  # what has been said of them
@@ -49,28 +50,24 @@ class Probing:
         modes = tuple(module.training for module in self._shared.tape.model.modules())
         if self._modes.setdefault(train, modes) == modes:
             return False
-        self._found = {key: found for key, found in self._found.items() if key[0] != train}
-        self._modes[train] = modes
+        self._modes[train], self.found[train] = modes, {}
         return True
-
-    def found(self, *, train: bool) -> dict[batch.Shapes, Probed]:
-        """All that is known of steps of this kind."""
-        return {shape: found for (of_steps, shape), found in self._found.items() if of_steps == train}
 
     def find(self, given: MicroBatches, machine: Machine | None, *, train: bool) -> dict[batch.Shapes, Probed]:
         """The results for those shapes that the others are within; in a pipeline for each that there is, but where
         calls are handed the same. ``machine``: that stages are timed on; None: they are not."""
+        found = self.found[train]
         if self._shared.ranks.are_pipeline:
-            known = {**given, **self.found(train=train)}
+            known = {**given, **found}
             largest = [shape for shape in known if not within(shape, known, batch.handed_alike)]
             shapes = [shape for shape in largest if any(batch.handed_alike(shape, s) for s in given)]
         else:
             shapes = [s for s in given if not within(s, given)]
         with self._visiting() as weights:
             for shape in shapes:
-                if (train, shape) not in self._found:
-                    self._found[train, shape] = self._probe(given[shape], weights, machine, train=train)
-        return {shape: self._found[train, shape] for shape in shapes}
+                if shape not in found:
+                    found[shape] = self._probe(given[shape], weights, machine, train=train)
+        return {shape: found[shape] for shape in shapes}
 
     def look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
         """Find out how labels count, where that is unsure, as soon as a rank has a micro-batch that tells."""
@@ -88,8 +85,8 @@ class Probing:
         total = 0.0
         for mb in micro_batches:
             shape = batch.shapes(mb)
-            known = self._found.get((True, shape)) or next(
-                found for (train, other), found in self._found.items() if train and batch.covers(other, shape)
+            known = self.found[True].get(shape) or next(
+                found for other, found in self.found[True].items() if batch.covers(other, shape)
             )
             total += known.flops * batch.tokens(mb) / max(known.tokens, 1)
         return total
@@ -118,34 +115,34 @@ class Probing:
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
             copies = weights.are_copies
-            stages = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
+            learned = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
         batch.check_not_collected(before)
         del inputs, before
-        self.labels.learn(micro_batch, *shared.tape.compared)
-        waits = sentence(shared.tape.waits)
+        self.labels.learn(micro_batch, learned.losses, learned.loss)
+        waits = sentence(learned.waits)
         if waits is not None and waits not in self._waits:
             self._waits.add(waits)
             log.info("%s", waits)
-        facts, times = shared.tape.facts, None
+        times = None
         if train and machine is not None:
-            program = Program(groups=tuple(g.spec for g in shared.groups), stages=stages)
+            program = Program(groups=tuple(g.spec for g in shared.groups), stages=learned.stages)
             if shared.ranks.are_pipeline and shared.ranks.each == 1:
                 # From here on all compute at once. Of pipelines beside each other each has shapes of its own to probe,
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
-            times = time_stages(shared.tape, program, facts, fresh, weights)
-            times = replace(times, orthogonal=self._orthogonal, again=shares_again(shared.tape.work))
-            times = with_exchanges(times, shared.tape.work, machine)  # nobody has waited for the others
+            times = time_stages(shared.tape, program, learned.facts, fresh, weights)
+            times = replace(times, orthogonal=self._orthogonal, again=shares_again(learned.work))
+            times = with_exchanges(times, learned.work, machine)  # nobody has waited for the others
         return Probed(
-            stages=stages,
-            facts=facts,
+            stages=learned.stages,
+            facts=learned.facts,
             times=times,
-            flops=model_flops(shared.tape.work),
+            flops=model_flops(learned.work),
             tokens=batch.tokens(micro_batch),
             nbytes=nbytes,
             moved=moved,
-            handed=HandedOn(calls=shared.tape.handed, shared=shared.tape.shared),
-            carried=shared.tape.carried,
+            handed=learned.handed,
+            carried=learned.carried,
         )
 
     @cached_property

@@ -26,7 +26,7 @@ from penstock.hardware.machine import Machine
 from penstock.optim.facade import StreamedOptimizer, rate_name
 from penstock.optim.precision import DTYPES, LossScale
 from penstock.planner.request import Request
-from penstock.ranks.group import ALONE, Ranks
+from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
 from penstock.runtime.streams import Streams, streams_for
 from penstock.schedule.ir.ops import Schedule
@@ -146,9 +146,12 @@ def open_resources(
     device: torch.device,
     machine: Machine | None,
     owner: Owner | None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
 ) -> EngineResources:
     """Cut a model into groups, open or make its store, and bring its values to where they live from now on.
+
+    ``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run that the
+    store belongs to.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: as ``wrap``. Nothing is open then.

@@ -13,7 +13,6 @@ import torch
 from penstock.engine import batch
 from penstock.engine.dealt import schedules_of
 from penstock.engine.interrupt import holding
-from penstock.engine.probed import HandedOn
 from penstock.engine.resources import EngineResources
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import NonFiniteError, StoreError
@@ -40,6 +39,7 @@ from penstock.store.removal import delete_store
 from penstock.store.store import Store
 from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.facts import StageFacts
+from penstock.tape.handed import HandedOn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +222,7 @@ class Runner:
             return None
         shapes = [batch.shapes(mb) for mb in micro_batches]
         found = [next(h for known, h in self._handed.items() if batch.handed_alike(known, one)) for one in shapes]
-        calls, shared = [one.calls for one in found], [one.shared for one in found]
-        return Elsewhere(self._shared.tape, dealt, micro_batches, calls, shared)
+        return Elsewhere(self._shared.tape, dealt, micro_batches, found)
 
     def _losses(self, context: StepContext) -> list[float]:
         """The losses of all micro-batches of this rank; those of a pipeline are its first rank's, and so is a loss that

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.config.optimizer import NS_STEPS
+from penstock.doctor.work import wait_for
 from penstock.engine.visiting import VisitingWeights
 from penstock.optim.orthogonal import orthogonalise
 from penstock.schedule.matrices import Piece, orthogonal_flop
@@ -111,16 +112,11 @@ def _pass(
 
 
 def _seconds(device: torch.device, work: Callable[[], None]) -> float:
-    _settle(device)
+    wait_for(device)
     began = time.perf_counter()
     work()
-    _settle(device)
+    wait_for(device)
     return time.perf_counter() - began
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _typical(stages: Sequence[Stage], program: Program, seconds: Sequence[float]) -> tuple[float, ...]:

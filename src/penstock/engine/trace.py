@@ -23,7 +23,7 @@ log = logging.getLogger("penstock")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceEvent:
-    """One op as it ran. ``start`` and ``end`` are seconds of ``time.perf_counter`` since the run began.
+    """One op as it ran. ``start`` and ``end`` are seconds of ``time.perf_counter`` since the engine was made.
 
     ``op`` is the op's id in the schedule; ``bytes`` what it moved over its lane (0 for compute).
     """
@@ -38,7 +38,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySample:
-    """Bytes in use on one tier from ``time`` (seconds since the run began) on."""
+    """Bytes in use on one tier from ``time`` (seconds since the engine was made) on."""
 
     time: float
     tier: Tier

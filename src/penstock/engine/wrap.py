@@ -20,6 +20,7 @@ from penstock.engine.device import check_room, kind_of, resolve_device
 from penstock.engine.engine import Engine
 from penstock.engine.interrupt import holding
 from penstock.engine.profile import profile_of, with_link
+from penstock.engine.resources import open_resources
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
 from penstock.errors import ConfigError
@@ -102,7 +103,8 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                     )
                 budget = budget.of_rank(ranks.rank, ranks.size, ranks.hosts)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
-                return Engine(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
+                resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
+                return Engine(resources)
         except BaseException:
             ranks.close()
             raise

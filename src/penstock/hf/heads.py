@@ -15,8 +15,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from penstock.compat.marks import has_adapters
 from penstock.compat.modules import has_backward_hooks
-from penstock.compat.peft import is_adapted, is_plain
+from penstock.compat.peft import is_plain
 from penstock.errors import ConfigError, ModelError, is_out_of_memory
 from penstock.tape import trees
 from penstock.tape.blocks import find_blocks
@@ -239,7 +240,7 @@ def _rows(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of a projection that have a row for each output, by their names in it; empty: it is not linear."""
     if type(module) is nn.Linear:
         return dict(module.named_parameters())
-    if type(getattr(module, "base_layer", None)) is not nn.Linear or not (is_adapted(module) and is_plain(module)):
+    if type(getattr(module, "base_layer", None)) is not nn.Linear or not (has_adapters(module) and is_plain(module)):
         return {}
     adapters = [name for name, _ in module.named_parameters() if not name.startswith(("base_layer.", "lora_A."))]
     if any(not name.startswith("lora_B.") for name in adapters):  # such as the lengths of DoRA's rows

@@ -63,13 +63,12 @@ class Executor:
         self._left = 0  # ops that are not published
         self._closed = False
         self._error: BaseException | None = None
-        workers: dict[Lane, int] = dict.fromkeys(("h2d", "d2h", "cpu", "net", "nic", "send", "recv"), 1)
-        workers |= {"read": io_workers, "write": io_workers}
         self._threads: list[threading.Thread] = []
         try:
-            for lane, number in ((lane, i) for lane, count in workers.items() for i in range(count)):
-                if schedule.lanes.get(lane):
-                    self._start_thread(lane, f"penstock-{lane}-{number}")
+            for lane in self._lanes:
+                if lane is not self._compute:
+                    for number in range(io_workers if lane.name in ("read", "write") else 1):
+                        self._start_thread(lane.name, f"penstock-{lane.name}-{number}")
         except BaseException:
             self.close()
             raise

@@ -16,6 +16,8 @@ import torch
 from penstock import accelerator
 from penstock.schedule.ir.lanes import Lane
 
+_OF_DEVICE: tuple[Lane, ...] = ("h2d", "d2h", "net", "nic", "send", "recv")
+"""Lanes that queue on a stream of their own."""
 _ORIGINS = 3
 """Events that the device's clock is compared with the host's at, each time that it starts."""
 
@@ -78,12 +80,7 @@ class DeviceStreams:
         self._its = its = accelerator.of(device)
         self.streams: dict[Lane, torch.Stream] = {
             "compute": its.current_stream(device),
-            "h2d": its.stream(device),
-            "d2h": its.stream(device),
-            "net": its.stream(device),
-            "nic": its.stream(device),
-            "send": its.stream(device),
-            "recv": its.stream(device),
+            **{lane: its.stream(device) for lane in _OF_DEVICE},
         }
         self.restart()
 

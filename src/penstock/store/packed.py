@@ -64,7 +64,7 @@ def refused(
     except StoreError:
         raise
     except OSError as e:
-        raise store_error(f"{said}: {e.strerror}: {advice.get(e.errno or 0, otherwise)}", e) from e
+        raise store_error(f"{said}: {e.strerror or e}: {advice.get(e.errno or 0, otherwise)}", e) from e
 
 
 @contextmanager

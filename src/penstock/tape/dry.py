@@ -109,12 +109,12 @@ def dry_run(
 
     try:
         with values, Fused(kind):
-            stages = tape.probe(inputs, load, unload, all_copies=True)
+            learned = tape.probe(inputs, load, unload, all_copies=True)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error
     finally:
         tape.close()
-    return DryRun(groups=tuple(g.spec for g in groups), stages=stages, work=tape.work)
+    return DryRun(groups=tuple(g.spec for g in groups), stages=learned.stages, work=learned.work)
 
 
 def shorten(model: nn.Module) -> tuple[str, ...] | None:

@@ -22,7 +22,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
-from penstock.tape.handed import Handed, Kind, Shared, Sharing, difference, fill
+from penstock.tape.handed import Handed, HandedOn, Kind, Sharing, difference, fill
 from penstock.tape.rng import Drawn
 from penstock.tape.suspended import LossFn, SuspendedForward
 
@@ -31,15 +31,13 @@ if TYPE_CHECKING:
 
 Way = Literal["output", "gradient", "besides"]
 """A part that crosses: a stage's output, the gradient with respect to it, what it is handed besides its input."""
-Calls = Sequence[Handed | None]
-"""The arguments of each stage's call, of one micro-batch."""
 
 
-def besides(calls: Calls, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def besides(handed: HandedOn, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """By stage, the numbers of what its rank is sent with it besides its input: what it has not had before."""
     had: dict[int, set[int]] = {}
     found: dict[int, tuple[int, ...]] = {}
-    for k, call in enumerate(calls):
+    for k, call in enumerate(handed.calls):
         if call is None or not of_stages[k]:
             continue
         known = had.setdefault(of_stages[k], set())
@@ -49,17 +47,15 @@ def besides(calls: Calls, of_stages: Sequence[int]) -> dict[int, tuple[int, ...]
     return found
 
 
-def _shared_at_first(
-    mb: int, micro_batch: Mapping[str, Any], calls: Calls, shared: Sequence[Shared], of_stages: Sequence[int]
-) -> Sharing:
+def _shared_at_first(mb: int, micro_batch: Mapping[str, Any], handed: HandedOn, of_stages: Sequence[int]) -> Sharing:
     """The parts of a micro-batch that blocks of other ranks than the first are handed, before its forward begins.
 
     Raises:
         ModelError: it has no plain value of a name that one is handed.
     """
-    others = [call for k, call in enumerate(calls) if call is not None and of_stages[k]]
+    others = [call for k, call in enumerate(handed.calls) if call is not None and of_stages[k]]
     numbers = {place - 1 for call in others for place in call.places.values() if place}
-    found = Sharing.given(micro_batch, shared, sorted(numbers))
+    found = Sharing.given(micro_batch, handed.shared, sorted(numbers))
     for call in others:
         for name in call.names.values():
             if name not in found.values:
@@ -78,19 +74,17 @@ class Elsewhere:
         tape: "Tape",
         dealt: Dealt,
         micro_batches: Sequence[Mapping[str, Any]],
-        calls: Sequence[Calls],
-        shared: Sequence[Sequence[Shared]],
+        handed: Sequence[HandedOn],
     ) -> None:
-        """``micro_batches``: all of the step, on the device; ``calls``, ``shared``: of each, as the probe of its shape
-        has seen them (``Tape.handed``)."""
+        """``micro_batches``: all of the step, on the device; ``handed``: of each, as the probe of its shape has seen
+        it."""
         self._tape = tape
         self._dealt = dealt
-        self._calls = calls
-        self._kinds = shared
-        self._besides = [besides(of_one, dealt.of_stages) for of_one in calls]
+        self._handed = handed
+        self._besides = [besides(of_one, dealt.of_stages) for of_one in handed]
         self._shared = [
             _shared_at_first(mb, *given, dealt.of_stages)
-            for mb, given in enumerate(zip(micro_batches, calls, shared, strict=True))
+            for mb, given in enumerate(zip(micro_batches, handed, strict=True))
         ]
         self._out: dict[tuple[Way, int, int], torch.Tensor | None] = {}
         self._in: dict[tuple[Way, int, int], torch.Tensor | None] = {}
@@ -121,7 +115,7 @@ class Elsewhere:
 
     def kind(self, stage: int, mb: int) -> Kind:
         """The kind of what a stage puts out for the next one."""
-        calls = self._calls[mb]
+        calls = self._handed[mb].calls
         following, own = calls[stage + 1], calls[stage]
         found = following.input if following is not None else None if own is None else own.result
         assert found is not None, "this was refused at the start"
@@ -129,7 +123,7 @@ class Elsewhere:
 
     def kinds_besides(self, stage: int, mb: int) -> list[tuple[int, Kind]]:
         """(number, kind) of what is sent for a stage besides its input."""
-        return [(number, self._kinds[mb][number].kind) for number in self._besides[mb].get(stage, ())]
+        return [(number, self._handed[mb].shared[number].kind) for number in self._besides[mb].get(stage, ())]
 
     def share(self, mb: int, number: int, tensor: torch.Tensor) -> None:
         """One of the tensors that calls share has come."""
@@ -159,7 +153,7 @@ class Elsewhere:
         """The code that a rank without the model's own runs in its place: its calls, one after the other."""
 
         def calls(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-            own = [k for k, call in enumerate(self._calls[mb]) if call is not None and self.has(k)]
+            own = [k for k, call in enumerate(self._handed[mb].calls) if call is not None and self.has(k)]
             made: torch.Tensor | None = None
             for k in own:
                 call, site = self._call(k, mb), self._tape.facts[k].site
@@ -294,7 +288,7 @@ class Elsewhere:
             )
 
     def _call(self, stage: int, mb: int) -> Handed:
-        call = self._calls[mb][stage]
+        call = self._handed[mb].calls[stage]
         assert call is not None
         return call
 

@@ -6,9 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from penstock.schedule.program import Stage
+from penstock.schedule.work import BothWays
 from penstock.tape import trees
 from penstock.tape.early_stop import LastProduct
+from penstock.tape.handed import HandedOn
 from penstock.tape.holders import Holder
+from penstock.tape.losses import Compared
+from penstock.tape.waits import Wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +62,29 @@ class StageFacts:
     call: Facts
     offload: tuple[trees.Place, ...]
     assigned: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """All that one probe has learned, of the model and of the micro-batch that it ran.
+
+    | field | meaning |
+    |---|---|
+    | ``stages`` | the model's stages, for schedules |
+    | ``facts`` | of each stage, for the tape that runs it |
+    | ``work`` | of each stage |
+    | ``handed`` | the arguments of the calls of blocks |
+    | ``waits`` | the waits of the forward for the device |
+    | ``losses`` | calls of torch's losses by the model's own code |
+    | ``loss`` | the value of the model's loss; None: it has none |
+    | ``carried`` | the tensor that passes from one micro-batch to the next through several stages, in words; or None |
+    """
+
+    stages: tuple[Stage, ...]
+    facts: tuple[StageFacts, ...]
+    work: tuple[BothWays, ...]
+    handed: HandedOn
+    waits: tuple[Wait, ...]
+    losses: tuple[Compared, ...]
+    loss: float | None
+    carried: str | None

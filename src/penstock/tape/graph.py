@@ -37,9 +37,6 @@ class Pending:
     def __init__(self) -> None:
         self._waiting: dict[EdgeKey, tuple[GradientEdge, torch.Tensor]] = {}
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def add(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         key = (edge.node, edge.output_nr)
         if key in self._waiting:

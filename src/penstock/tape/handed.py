@@ -221,6 +221,15 @@ class Calls:
         return type(value) in _VALUES and name in self._values and _equal(value, self._values[name])
 
 
+@dataclass(frozen=True, kw_only=True)
+class HandedOn:
+    """The arguments of each stage's call, None of the model's own code, and the tensors that calls share, of one shape
+    of micro-batch."""
+
+    calls: tuple[Handed | None, ...]
+    shared: tuple[Shared, ...]
+
+
 def values_of(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
     """The plain values of a micro-batch, by name."""
     return {name: value for name, value in micro_batch.items() if type(value) in _VALUES}

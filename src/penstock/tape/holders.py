@@ -121,24 +121,24 @@ class Search:
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
-        queue: deque[tuple[_Link | None, Any]] = deque((None, other) for other in self._others)
+        queue: deque[tuple[tuple[_Step, ...], Any]] = deque(((), other) for other in self._others)
         for entry in self._globals:
             if (value := entry.now()) is not ABSENT:
-                queue.append(((None, (Entry, entry.of, entry.key)), value))
+                queue.append((((Entry, entry.of, entry.key),), value))
         for module in self._own:
-            step = (Entry, vars(module))
-            queue += (((None, (*step, name)), value) for name, value in attributes_of(module).items())
+            of = vars(module)
+            queue += ((((Entry, of, name),), value) for name, value in attributes_of(module).items())
         seen: set[int] = set()
         for _ in range(_MOST):
             if not queue:
                 return
-            link, item = queue.popleft()
+            way, item = queue.popleft()
             if isinstance(item, torch.Tensor):
-                yield item, _way(link)
+                yield item, tuple(kind(of=of, key=key) for kind, of, key in way)
             elif self._may_hold(item) and id(item) not in seen:
                 seen.add(id(item))
                 queue += (
-                    (link if step is None else (link, step), part)
+                    (way if step is None else (*way, step), part)
                     for step, part in islice(_within(item), _MOST_OF_ONE)
                     if self._may_hold(part)
                 )
@@ -154,16 +154,6 @@ class Search:
 
 _Step = tuple[type[Holder], Any, Any]
 """A holder that is made only once a tensor is found in it: its class, ``of`` and ``key``."""
-_Link = tuple["_Link | None", _Step]
-"""The last step on the way to a value, behind the link to what it is taken from."""
-
-
-def _way(link: "_Link | None") -> Way:
-    steps: list[_Step] = []
-    while link is not None:
-        link, step = link
-        steps.append(step)
-    return tuple(kind(of=of, key=key) for kind, of, key in reversed(steps))
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:

@@ -17,13 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.compat.torch import unwatched, without_functions, without_transforms
 from penstock.errors import ModelError
-from penstock.schedule.program import OF_BLOCK, Stage
-from penstock.schedule.work import BothWays, Work
+from penstock.schedule.program import OF_BLOCK
+from penstock.schedule.work import Work
 from penstock.tape import early_stop, graph, trees
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, copies, tensor_attributes
-from penstock.tape.facts import Facts, Site, StageFacts
-from penstock.tape.handed import Calls, Handed
+from penstock.tape.facts import Facts, Learned, Site
+from penstock.tape.handed import Calls, HandedOn
 from penstock.tape.holders import Holder, Search
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.likeness import FirstOutputs
@@ -74,26 +74,16 @@ class Probe:
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
         self._sources: dict[int, int] = {}  # of a parameter with a hook: identity -> the segment of its gradient
-        self.handed: tuple[Handed | None, ...] = ()
-        """The arguments of each stage's call, after ``run``."""
-        self.work: tuple[BothWays, ...] = ()
-        """Of each stage, after ``run``."""
         self._waiting = tape.device.type not in ("cpu", "meta")
-        self.waits = Waits()
-        """The waits of the forward for the device."""
-        self.seen = Calls()
-        """The calls of the forward."""
+        self._waits = Waits()
+        self._seen = Calls()
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
         self._stopping: early_stop.Search | None = None
         self._forward_done = False  # what comes then is computed again, and waits again
-        self.losses = Losses()
-        """Losses of torch that the model's own code has called."""
-        self.carried: str | None = None
-        """``Smuggled.carries``, after ``run``."""
-        self.loss: float | None = None
-        """The value of the model's loss, where it has one."""
+        self._losses = Losses()
+        self._loss: float | None = None
 
-    def run(self, micro_batch: Mapping[str, Any], train: bool) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
+    def run(self, micro_batch: Mapping[str, Any], train: bool) -> Learned:
         """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
         before, self._asked.train = ModulesBefore(tape.model), train
@@ -111,12 +101,10 @@ class Probe:
             tape.on_gradient = self._note_gradient
             return self._run(micro_batch, train, before, flags)
 
-    def _run(
-        self, micro_batch: Mapping[str, Any], train: bool, before: ModulesBefore, flags: TrainingFlags
-    ) -> tuple[tuple[Stage, ...], tuple[StageFacts, ...]]:
+    def _run(self, micro_batch: Mapping[str, Any], train: bool, before: ModulesBefore, flags: TrainingFlags) -> Learned:
         tape = self._tape
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
-        self.seen.given(micro_batch)
+        self._seen.given(micro_batch)
         tape.open(0, [micro_batch], train, flags=flags)
         self._running.learns = True
         suspended = tape.suspended[0]
@@ -130,7 +118,7 @@ class Probe:
         self._refuse_kept()
         self._views.refuse()
         self._smuggled.refuse()
-        self.carried = self._smuggled.carries(before)
+        carried = self._smuggled.carries(before)
         before.refuse_unplaced()
         self._note_handed_on()
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
@@ -139,9 +127,17 @@ class Probe:
             self._views.refuse()
             found.load_stepped()
         tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
-        self.work = found.work()
-        self.handed = tuple(self.seen.calls.get(members[0]) for members in found.members)
-        return found.stages(), found.facts()
+        calls = tuple(self._seen.calls.get(members[0]) for members in found.members)
+        return Learned(
+            stages=found.stages(),
+            facts=found.facts(),
+            work=found.work(),
+            handed=HandedOn(calls=calls, shared=tuple(self._seen.shared)),
+            waits=tuple(self._waits.found),
+            losses=tuple(self._losses.seen),
+            loss=self._loss,
+            carried=carried,
+        )
 
     # -- what is read ---------------------------------------------------------------------------------------------
 
@@ -160,7 +156,7 @@ class Probe:
         """A block may write to a parameter what is there already, as a clipping does within its bound: it is compared
         when the call has ended.
         """
-        self.seen.wrote(written.storage)
+        self._seen.wrote(written.storage)
         if not self._packer.has(written.storage):
             return
         parameter = self._packer.parameter_of(written.tensor)
@@ -272,7 +268,7 @@ class Probe:
         self._views.on_op(self._who, op)
         if not self._forward_done:
             if self._waiting:
-                self.waits.on_op(self._block(), op)
+                self._waits.on_op(self._block(), op)
             self._note_trained(op)
 
     def _note_trained(self, op: Op) -> None:
@@ -318,13 +314,13 @@ class Probe:
         with self._measuring(segment.forward):
             self._smuggled.begin(self._watch.segment, None, ())
             watching = self._accesses.watching() if self._tape.compiled else nullcontext()
-            with self._asked, self.losses, watching, self._accesses.during(self._watch.segment):
+            with self._asked, self._losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=() if event == "done" else self._search)  # nothing reads it any more
             suspended.own.note(self._accesses.written_in(self._watch.segment))
             if event == "done":
                 assert suspended.loss is not None
-                self.loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
+                self._loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
                 self._running.run_loss(suspended, 1.0)
             held.clear()
         return suspended.arrival
@@ -344,7 +340,7 @@ class Probe:
         self._smuggled.end([*suspended.outputs, *suspended.beside])
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
-        self.seen.returned(self._watch.segment, returned, suspended.outputs)
+        self._seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
         changed, finds = before.changed(), tuple(self._accesses.found_by(self._watch.segment))
@@ -382,7 +378,7 @@ class Probe:
         born = {key: -1 if birth is None else birth.segment for key, birth in births.items()}
         before = None if self._made is None else self._made()
         place, name = self._watch.segment, arrival.site.name
-        self.seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
+        self._seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
 
     def _left(self, site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int]) -> list[tuple[str, Birth]]:
         """The tensors that the call just run has left on the block's modules and does not return."""

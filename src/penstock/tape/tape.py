@@ -20,21 +20,18 @@ from torch import nn
 from penstock.compat.torch import next_number
 from penstock.errors import ModelError
 from penstock.schedule.program import Stage
-from penstock.schedule.work import BothWays
 from penstock.tape import graph, rng, trees
 from penstock.tape.blocks import Block
 from penstock.tape.boundary import check_installed, install, remove, site_of
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.elsewhere import Elsewhere
-from penstock.tape.facts import StageFacts
+from penstock.tape.facts import Learned, StageFacts
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
-from penstock.tape.handed import Handed, Shared
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
-from penstock.tape.losses import Compared
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
 from penstock.tape.probe import Probe
@@ -44,7 +41,6 @@ from penstock.tape.split import Held, NotInTwoError, Splitting
 from penstock.tape.suspended import Event, LossFn, SuspendedForward
 from penstock.tape.ulysses import Ulysses
 from penstock.tape.undo import Undo
-from penstock.tape.waits import Wait
 from penstock.tape.weight_views import Alias
 
 
@@ -83,20 +79,9 @@ class Tape:
         self.aliases = tuple(aliases)
         self.device = device
         self.facts: tuple[StageFacts, ...] = ()
-        self.work: tuple[BothWays, ...] = ()
-        """Of each stage, by the latest probe."""
-        self.compared: tuple[tuple[Compared, ...], float | None] = ((), None)
-        """Losses of torch that the latest probe's code has called, and the value of the model's own."""
-        self.handed: tuple[Handed | None, ...] = ()
-        """The arguments of each stage's call in the latest probe; None of the model's own code."""
-        self.shared: tuple[Shared, ...] = ()
-        """The tensors that calls shared there."""
+        """Of the stages that the next step runs."""
         self.elsewhere: Elsewhere | None = None
         """In a step of a rank of a pipeline: what is between its stages and those of others."""
-        self.waits: tuple[Wait, ...] = ()
-        """The waits for the device of the forward of the latest probe's micro-batch."""
-        self.carried: str | None = None
-        """The tensor that passes there from one micro-batch to the next through several stages, in words."""
         self.switched: set[nn.Module] = set()
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self.changing: set[tuple[nn.Module, str]] = set()
@@ -152,7 +137,7 @@ class Tape:
         *,
         all_copies: bool,
         train: bool = True,
-    ) -> tuple[Stage, ...]:
+    ) -> Learned:
         """Learn the model's stages from one micro-batch, run once on the device.
 
         ``load(group)`` attaches a group's weights, ``unload(group)`` detaches them; each stage's groups are loaded when
@@ -164,12 +149,7 @@ class Tape:
             ModelError: the model cannot be run block by block, with the reason.
         """
         assert not self.suspended, "a step is open"
-        probe = Probe(self, load, unload, all_copies)
-        stages, self.facts = probe.run(micro_batch, train)
-        self.handed, self.shared = probe.handed, tuple(probe.seen.shared)
-        self.work, self.compared = probe.work, (tuple(probe.losses.seen), probe.loss)
-        self.waits, self.carried = tuple(probe.waits.found), probe.carried
-        return stages
+        return Probe(self, load, unload, all_copies).run(micro_batch, train)
 
     def before(self) -> ModulesBefore:
         """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count.
@@ -208,7 +188,7 @@ class Tape:
         one in the whole step, of which other ranks have the rest: random numbers depend on it.
         """
         assert not self.suspended, "the previous step is still open"
-        assert len(stages) == len(self.facts), "these stages are not the ones that the probe found"
+        assert len(stages) == len(self.facts), "the tape has the facts of other stages"
         assert len(micro_batches) == len(loss_weights)
         self.open(step, micro_batches, train, first, flags=TrainingFlags(self.switched))
         self._stages = tuple(stages)

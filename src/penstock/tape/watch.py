@@ -225,7 +225,7 @@ class Watch(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self.ops += 1
             if known.formula is not None:
-                self.flops += _flop(known.formula, args, kwargs, result)
+                self.flops += known.formula(*args, **kwargs, out_val=result)
                 self.products.append(id(packet))
             if known.sets:
                 inputs = self._operands(operand.tensor for operand in inputs)  # they lie elsewhere now
@@ -347,23 +347,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
     if not (apart and tensor.is_contiguous()):
         apart = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return 0 if apart == 1 else apart * tensor.element_size()
-
-
-def _flop(formula: Callable[..., int], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """The FLOP that a formula of ``FLOP`` gives. Those of torch look for shapes in arguments of any nesting, which
-    takes longer than a small op: an op's are no deeper than lists.
-    """
-    by_shapes = private.formula_of_shapes(formula)
-    if by_shapes is None:
-        return formula(*args, **kwargs, out_val=result)
-    shapes = {name: _shape(value) for name, value in kwargs.items()}
-    return by_shapes(*map(_shape, args), **shapes, out_shape=_shape(result))
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return type(value)(map(_shape, value)) if type(value) in (list, tuple) else value
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

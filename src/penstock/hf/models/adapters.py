@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from penstock import files
-from penstock.compat.peft import base_name, has_adapter, is_adapted, is_plain, is_product
+from penstock.compat import marks
+from penstock.compat.peft import base_name, has_adapter, is_plain, is_product
 from penstock.errors import ModelError
 from penstock.hf.models.shell import cast, first_names
 from penstock.state.values import Place, Values
@@ -150,7 +151,7 @@ class Merged(Values):
     def _adapted(self, model: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
         """(name of a weight before peft, (path of the layer, layer)) of each that has an adapter."""
         for path, layer in model.named_modules():
-            if not is_adapted(layer) or not has_adapter(layer, self._adapter):
+            if not marks.has_adapters(layer) or not has_adapter(layer, self._adapter):
                 continue
             if layer.merged:
                 raise _not_merged(f"{path}: an adapter that is merged already (merge_adapter)")

@@ -27,13 +27,13 @@ from penstock.compat.transformers import (
 from penstock.config import parse_size
 from penstock.data.tokenizer import save
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, ModelError, StoreError
+from penstock.errors import ConfigError, ModelError
 from penstock.hf.models import mapping, shell
 from penstock.hf.models.adapters import Merged, base_of, has_adapters, save_adapter
 from penstock.hf.models.folder import CONFIG, GENERATION, INDEX
 from penstock.hf.models.kept import NOTES, Kept, copy_tokenizer, write_config
 from penstock.hf.models.mapping import Step
-from penstock.hf.models.shard_files import ShardFiles, lay_out, not_written
+from penstock.hf.models.shard_files import ShardFiles, lay_out, writing
 from penstock.state.values import Values
 from penstock.store.directory import is_there
 from penstock.store.snapshot_place import state_in
@@ -261,13 +261,9 @@ def write_folder(
 @contextmanager
 def _finished(folder: WholeFolder, out: Path) -> Iterator[Path]:
     """Inside, files are written into a folder under way to ``out``; then it takes its place, on the drive."""
-    try:
+    with writing(out):
         yield folder.partial
         files.sync_tree(folder.partial, private=False)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise not_written(out, error) from error
     folder.finish()
 
 

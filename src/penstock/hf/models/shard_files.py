@@ -7,7 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.hf.models.shards import DTYPES
 from penstock.store import packed
-from penstock.store.packed import store_error
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = (
@@ -26,6 +25,7 @@ _ORDER = (
     *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 )
 """The order of dtypes within a file."""
+_ADVICE = dict.fromkeys(packed.FULL, "free some space, or give another folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +80,11 @@ class ShardFiles:
         with ExitStack() as undo:
             undo.callback(self.close)
             for file, layout in layouts.items():
-                try:
+                with writing(folder / file):
                     self._fds[file] = files.descriptor(
                         folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, private=False
                     )
                     os.posix_fallocate(self._fds[file], 0, layout.nbytes)
-                except OSError as error:
-                    raise not_written(self._folder / file, error) from error
                 self._write(file, 0, layout.header)
             undo.pop_all()
 
@@ -101,11 +99,9 @@ class ShardFiles:
 
     def _write(self, file: str, offset: int, data: "bytes | memoryview") -> None:
         view, done = memoryview(data), 0
-        while done < len(view):
-            try:
+        with writing(self._folder / file):
+            while done < len(view):
                 done += os.pwrite(self._fds[file], view[done:], offset + done)
-            except OSError as error:
-                raise not_written(self._folder / file, error) from error
 
     def finish(self) -> None:
         """Return when everything is on the drive.
@@ -114,17 +110,14 @@ class ShardFiles:
             StoreError: it could not be put there.
         """
         for file, fd in self._fds.items():
-            try:
+            with writing(self._folder / file):
                 os.fsync(fd)
-            except OSError as error:
-                raise not_written(self._folder / file, error) from error
 
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
 
-def not_written(path: Path, error: OSError) -> StoreError:
-    """The error of a folder, or a file, of a model that cannot be written."""
-    advice = "free some space, or give another folder" if error.errno in packed.FULL else "check the drive"
-    return store_error(f"{path}: cannot be written: {error.strerror or error}: {advice}", error)
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Inside, an error of the system is one of a folder, or a file, of a model that cannot be written."""
+    return packed.refused(f"{path}: cannot be written", "check the drive", _ADVICE)

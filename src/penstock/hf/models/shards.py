@@ -19,6 +19,7 @@ import torch
 from penstock.documents.text import MalformedError, parse_json
 from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models.folder import some
+from penstock.store.packed import refused
 
 DTYPES = {
     "F64": torch.float64,
@@ -237,13 +238,9 @@ def _opened(tensor: Stored) -> Iterator[int]:
 
 def _read(fd: int, tensor: Stored, offset: int, view: memoryview) -> None:
     done = 0
-    while done < len(view):
-        try:
+    with refused(f"{tensor.file}: read of {tensor.name} failed", "check the drive", {}):
+        while done < len(view):
             moved = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise StoreError(
-                f"{tensor.file}: read of {tensor.name} failed: {error.strerror}: check the drive"
-            ) from error
-        if moved == 0:
-            raise StoreError(f"{tensor.file}: it became shorter while it was being read")
-        done += moved
+            if moved == 0:
+                raise StoreError(f"{tensor.file}: it became shorter while it was being read")
+            done += moved

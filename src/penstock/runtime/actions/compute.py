@@ -3,6 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -44,19 +45,18 @@ class Compute:
         return {
             "F": self.forward,
             "E": self.epilogue,
-            "B": self.backward,
-            "I": self.backward_of_inputs,
-            "W": self.backward_of_weights,
+            "B": partial(self.backward, self._tape.backward),
+            "I": partial(self.backward, self._tape.backward_inputs),  # which adds to no gradient
+            "W": partial(self.backward, self._tape.backward_weights),
             "AD": self.add_strand,
         }
 
     def forward(self, op: Op) -> None:
-        self._attach(op)
-        sent = self._tape.sent
-        stay = all(self._attached.get(g) == "" for g in self._stages[op.id.stage].forward_reads)
-        self._tape.forward(op.id.stage, op.id.micro_batch, keep=has_graph(op), stay=stay)
-        self._to.moved += self._tape.sent - sent
-        self._detach(op)
+        def run(stage: int, micro_batch: int) -> None:
+            stay = all(self._attached.get(g) == "" for g in self._stages[stage].forward_reads)
+            self._tape.forward(stage, micro_batch, keep=has_graph(op), stay=stay)
+
+        self._run(run, op)
 
     def epilogue(self, op: Op) -> None:
         """Forward and backward of the last stage; the losses are looked at when all are there."""
@@ -65,19 +65,13 @@ class Compute:
         if op.id == self._to.bound.last_loss:
             self._check_losses()
 
-    def backward(self, op: Op) -> None:
-        self._backward(op, self._tape.backward)
-
-    def backward_of_inputs(self, op: Op) -> None:
-        """The first part of a backward, which adds to no gradient."""
-        self._backward(op, self._tape.backward_inputs)
-
-    def backward_of_weights(self, op: Op) -> None:
-        """The second part."""
-        self._backward(op, self._tape.backward_weights)
-
-    def _backward(self, op: Op, run: Callable[[int, int], None]) -> None:
+    def backward(self, run: Callable[[int, int], None], op: Op) -> None:
+        """A backward, or the first or the second part of one."""
         self._under_way = op
+        self._run(run, op)
+
+    def _run(self, run: Callable[[int, int], None], op: Op) -> None:
+        """``run(stage, micro-batch)`` of an op, with weights and gradients in their place."""
         self._attach(op)
         sent = self._tape.sent
         run(op.id.stage, op.id.micro_batch)
