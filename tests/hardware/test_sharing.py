@@ -164,6 +164,10 @@ def test_what_a_link_of_hosts_slows_is_slowed_by_each_lane_that_goes_over_it() -
     copies = of_each_rank(linked(nic=nic), 4, hosts=2, copies=2)
     assert copies.contention["compute+nic"] == 0.08
     assert "compute+net" not in copies.contention, "weights cross within the host"
+    copies = of_each_rank(linked(nic=nic, between=()), 4, hosts=4, copies=2)
+    for lane in ("net", "nic"):  # both cross
+        assert copies.contention[f"compute+{lane}"] == 0.08
+        assert copies.contention[f"{lane}+compute"] == 0.02
     pipeline = of_pipeline(linked(nic=nic, between=()), 2, hosts=2)
     for lane in ("send", "recv"):  # it goes both ways at once
         assert pipeline.contention[f"compute+{lane}"] == 0.04

@@ -13,14 +13,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import cli
-from penstock.doctor import examine
+from penstock.doctor import between, examine
+from penstock.engine import profile as of_engines
+from penstock.errors import ConfigError
+from penstock.hardware import system
 from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import find_profile, save_profile
 from tests.doctor.test_doctor import measure_little
 from tests.machines import measured_here
 from tests.models import PLAIN
 from tests.questions import DRIVE, MACHINE
-from tests.ranks.worlds import pipeline, together
+from tests.ranks.worlds import World, pipeline, together
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +92,70 @@ def test_nothing_is_measured_where_nothing_may_be(
     known = find_profile([tmp_path], kind="cpu")
     assert known is not None
     assert known.nic is None
+
+
+def a_host_with_little_memory(mesh: DeviceMesh, folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank():
+            patch.setattr(system, "look", lambda look=system.look: replace(look(), available=1 << 30))
+        return steps_of_two_engines(mesh, folder)
+
+
+def test_no_host_with_little_memory_measures(profile: Machine, tmp_path: Path) -> None:
+    for predicted, _, _, said in together(2, a_host_with_little_memory, tmp_path):
+        assert predicted == [None, None]
+        assert not any("measured what" in line for line in said)
+    found = find_profile([tmp_path], kind="cpu")
+    assert found is not None
+    assert found.nic is None
+
+
+def nothing_can_be_kept(mesh: DeviceMesh, folder: Path) -> Any:
+    def refuse(_: Machine) -> Path:
+        raise ConfigError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_engines, "save_profile", refuse)
+        return steps_of_two_engines(mesh, folder)
+
+
+def test_a_link_that_cannot_be_kept_is_measured_once_in_a_process(profile: Machine, tmp_path: Path) -> None:
+    one, other = together(2, nothing_can_be_kept, tmp_path)
+    assert one[0] == other[0]
+    assert all(one[0])
+    assert [line.rpartition(", ")[2] for line in one[3] if "measured what" in line] == ["not kept (no room)"]
+
+
+def without_memory(mesh: DeviceMesh, folder: Path) -> Any:
+    def none(_: torch.device) -> None:
+        raise MemoryError("there is none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank():
+            patch.setattr(between.work, "layer", none)
+        return steps_of_two_engines(mesh, folder)
+
+
+def test_each_rank_of_a_pipeline_says_why_a_measurement_has_failed(profile: Machine, tmp_path: Path) -> None:
+    one, other = World(2, without_memory, tmp_path, axis="pp").outcomes()
+    assert (one.kind, other.kind) == ("RankError", "MemoryError")
+    assert one.said.startswith("rank 1 ")
+    assert "has failed: MemoryError: there is none" in one.said
+
+
+def the_last_two(mesh: DeviceMesh, folder: Path) -> Any:
+    members = [mesh.size() - 2, mesh.size() - 1]
+    pipeline = DeviceMesh("cpu", members, mesh_dim_names=("pp",))
+    found = steps_of_two_engines(pipeline, folder) if mesh.get_rank() in members else None
+    mesh.get_group().barrier().wait()
+    return found
+
+
+def test_a_pipeline_of_some_processes_measures_without_the_others(profile: Machine, tmp_path: Path) -> None:
+    none, one, other = together(3, the_last_two, tmp_path)
+    assert none is None
+    assert one[0] == other[0]
+    assert all(one[0])
 
 
 def doctor(mesh: DeviceMesh, hosts: int, folder: Path, *words: str) -> tuple[int, str, Network | None]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import files
 from penstock.config import format_size
@@ -26,7 +26,7 @@ from penstock.hardware.profiles import by_directory, file_system, find_parts, fi
 from penstock.hardware.sharing import knows_ranks
 from penstock.ranks.axes import SHARD
 from penstock.ranks.group import Ranks
-from penstock.ranks.process_groups import join
+from penstock.ranks.process_groups import Together, join
 from penstock.tape.rng import RandomState
 
 log = logging.getLogger("penstock")
@@ -48,7 +48,10 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
         ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
     """
     kind, name, may = kind_of(device), None if device.type == "cpu" else name_of(device), _may_measure()
-    found = find_profile(paths, kind=kind, device=name) or UNKEPT.get((device, tuple(paths)))
+    unkept = UNKEPT.get((device, tuple(paths)))
+    found = find_profile(paths, kind=kind, device=name) or unkept
+    if found is not None and found.nic is None and unkept is not None:
+        found = replace(found, nic=unkept.nic)
     among = (ranks,) if ranks > 1 and kind == "cpu" and (found is None or not knows_ranks(found, ranks)) else ()
     steps = kind != "cpu" and found is not None and optimizer not in found.device.optimizer
     if not may or (found is not None and not among and not steps):
@@ -99,9 +102,17 @@ def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device
     """
 
     def is_missing() -> bool:
-        return found is not None and found.nic is None and _may_measure() and system.look().available >= LEAST
+        return found is not None and found.nic is None and _may_measure()
 
     if ranks.hosts == 1 or not ranks.decided("link between hosts", is_missing):
+        return found
+    if not all(ranks.gather_objects("room for a measurement", system.look().available >= LEAST)):
+        if ranks.rank == 0:
+            log.warning(
+                "what %d hosts send each other is not measured: one of them has less than %s of memory available",
+                ranks.hosts,
+                format_size(LEAST),
+            )
         return found
     before, begun = RandomState.capture(device), time.perf_counter()
     try:
@@ -109,16 +120,21 @@ def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device
             link = examine.link(flat, device, examine.BRIEF, _quietly)
     finally:
         before.restore()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    if found is None:
+        return None
+    linked = replace(found, nic=link)
     if ranks.rank == 0:
-        assert found is not None
         seconds = time.perf_counter() - begun
         try:
             known, _ = find_parts(paths, kind=kind_of(device), device=found.device.name)
             kept = f"kept as {save_profile(replace(known or found, nic=link))}"
         except ConfigError as error:
+            UNKEPT[device, tuple(paths)] = linked
             kept = f"not kept ({error})"
         log.warning("measured what %d hosts send each other in %.1f s, %s", ranks.hosts, seconds, kept)
-    return None if found is None else replace(found, nic=link)
+    return linked
 
 
 @contextmanager
@@ -127,9 +143,12 @@ def _sharing_all(ranks: Ranks, device: torch.device) -> Iterator[Ranks]:
     if ranks.copies == ranks.stages == 1:
         yield ranks
         return
-    flat = join(init_device_mesh(device.type, (ranks.size,), mesh_dim_names=(SHARD,)), device)
+    assert isinstance(ranks, Together)
+    mesh = DeviceMesh.from_group(ranks.control, device.type, mesh_dim_names=(SHARD,))  # others may not be in theirs
+    flat = join(mesh, device)
     try:
-        yield flat
+        with flat.together("the measurement"):
+            yield flat
     finally:
         flat.close()
 

@@ -55,8 +55,8 @@ def why_unknown(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -
         )
     if hosts > 1 and machine.nic is None:
         return (
-            f"the profile of {machine.name} does not tell how fast hosts send to each other: add a nic (bandwidth, "
-            "latency), a host's link to the others, to it"
+            f"the profile of {machine.name} does not tell how fast hosts send to each other: measure it with penstock "
+            "doctor, started by torchrun on each of them, or add a nic (bandwidth, latency), a host's link to the others"
         )
     if copies % hosts and hosts % copies:
         return f"of {copies} copies of the state on {hosts} hosts some are on a part of a host: that is not predicted"
@@ -83,21 +83,24 @@ def of_each_rank(
     if copies == 1:
         network, across = _on_levels(machine, each, hosts) if on_levels else (None, None)
         network = network or _collectives(machine, each, ranks, hosts)
+        leave: tuple[Lane, ...] = ("net",) if across is None else ("nic",)
     else:
         network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
         across = _collectives(machine, each, copies, min(copies, hosts))
+        leave = ("net", "nic") if hosts > copies else ("nic",)
     return replace(
         shared,
         network=network,
         across=across,
         of_sequence=None if cp == 1 else _of_neighbours(machine, ranks, hosts, cp),
         between=(),
-        contention={**shared.contention, **_slowed(machine, hosts, ("net",) if across is None else ("nic",))},
+        contention={**shared.contention, **_slowed(machine, hosts, leave)},
     )
 
 
-def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, float]:
-    """How much ``lanes``, which go over a host's link at the same time, and others slow each other."""
+def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane], part: float = 1.0) -> dict[str, float]:
+    """How much ``lanes``, which go over a host's link, and others slow each other. ``part``: of what the link slows,
+    that each of them does."""
     if hosts == 1:
         return {}
     assert machine.nic is not None
@@ -106,7 +109,7 @@ def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, fl
         slow, _, busy = pair.partition("+")
         for lane in lanes:
             if busy == "nic":
-                found[f"{slow}+{lane}"] = value / len(lanes)
+                found[f"{slow}+{lane}"] = value * part
             else:
                 found[f"{lane}+{busy}"] = value
     return found
@@ -188,7 +191,7 @@ def of_pipeline(
     rest). ``cp``: so many of these share each sequence.
     """
     seen = of_each_rank(machine, ranks, threads, hosts, cp=cp)
-    slowed = _slowed(machine, hosts, ("send", "recv"))
+    slowed = _slowed(machine, hosts, ("send", "recv"), 0.5)
     seen = replace(seen, contention={**seen.contention, **slowed})
     if beside > 1:
         return replace(seen, network=_of_neighbours(machine, ranks, hosts, beside), across=None)
