@@ -166,6 +166,21 @@ def _way(link: "_Link | None") -> Way:
     return tuple(kind(of=of, key=key) for kind, of, key in reversed(steps))
 
 
+def tensors_in(holders: Iterable[Holder]) -> list[torch.Tensor]:
+    """The tensors that are in these places, and within what is there."""
+    queue, seen, found = deque(holder.now() for holder in holders), set[int](), []
+    for _ in range(_MOST):
+        if not queue:
+            break
+        item = queue.popleft()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) not in seen and not isinstance(item, _WITHOUT):
+            seen.add(id(item))
+            queue += (part for _, part in islice(_within(item), _MOST_OF_ONE))
+    return found
+
+
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
     """The values within an object, each with its holder; with none where it can only be put back with the object."""
     if isinstance(item, tuple | frozenset):
