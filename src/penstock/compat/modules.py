@@ -91,6 +91,17 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
 
 
+def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """All hooks on a module that its calls run, by the numbers that torch gives them, each once in a process.
+
+    Without: a model that was given a hook between two steps would be run by what was found out without it.
+    """
+    pre, post = module._forward_pre_hooks, module._forward_hooks
+    if not (pre or post or has_backward_hooks(module)):  # as most modules
+        return {}
+    return {**pre, **post, **module._backward_pre_hooks, **module._backward_hooks}
+
+
 @contextmanager
 def calls_seen(entered: Callable[[nn.Module], None], left: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, these are told of each module whose forward begins, and ends.

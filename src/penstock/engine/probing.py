@@ -20,6 +20,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.work import model_flops, shares_again
 from penstock.shape.model import with_exchanges
 from penstock.tape import trees
+from penstock.tape.outline import Outline, outline_of
 from penstock.tape.unequal import unequal_dtypes_told
 from penstock.tape.waits import sentence
 
@@ -39,18 +40,18 @@ class Probing:
         self._make_room = make_room
         self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
         self._found: dict[tuple[bool, batch.Shapes], Probed] = {}
-        self._modes: dict[bool, tuple[bool, ...]] = {}
-        """the modes of all modules when that was probed: True if in training"""
+        self._outlines: dict[bool, Outline] = {}
+        """the model's when that was probed"""
         self._waits: set[str] = set()  # what has been said of them
 
     def forgets(self, *, train: bool) -> bool:
-        """True if modules are in other modes than they were probed in, by which blocks may do, and need, something
-        else: what was found is forgotten."""
-        modes = tuple(module.training for module in self._shared.tape.model.modules())
-        if self._modes.setdefault(train, modes) == modes:
+        """True if the model is another one than was probed, in its modules, their modes, hooks or switches, by which it
+        may do, and need, something else: what was found is forgotten."""
+        outline = outline_of(self._shared.tape.model)
+        if self._outlines.setdefault(train, outline) == outline:
             return False
         self._found = {key: found for key, found in self._found.items() if key[0] != train}
-        self._modes[train] = modes
+        self._outlines[train] = outline
         return True
 
     def found(self, *, train: bool) -> dict[batch.Shapes, Probed]:
@@ -70,6 +71,7 @@ class Probing:
             for shape in shapes:
                 if (train, shape) not in self._found:
                     self._found[train, shape] = self._probe(given[shape], weights, machine, train=train)
+        self._outlines[train] = outline_of(self._shared.tape.model)  # now: forwards may hang up hooks of their own
         return {shape: self._found[train, shape] for shape in shapes}
 
     def look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
