@@ -273,3 +273,16 @@ def test_a_model_that_keeps_more_from_some_step_on_keeps_it_of_each_micro_batch(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
         for key, value in engine.master_parameters():
             torch.testing.assert_close(value, plain.get_parameter(key).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_engine_that_is_called_in_inference_mode_leaves_it_for_as_long(tmp_path: Path) -> None:
+    """As loops are in where they evaluate."""
+    with wrapped({}, tmp_path) as plain, wrapped({}, tmp_path) as engine:
+        with torch.inference_mode():
+            evaluated = engine.evaluate(MICRO_BATCHES)
+            stepped = engine.step(MICRO_BATCHES).loss
+            assert torch.is_inference_mode_enabled()
+            values = dict(engine.master_parameters())
+        assert (evaluated, stepped) == (plain.evaluate(MICRO_BATCHES), plain.step(MICRO_BATCHES).loss)
+        assert all(torch.equal(value, values[name]) for name, value in plain.master_parameters())
+        assert engine.step(MICRO_BATCHES).loss == plain.step(MICRO_BATCHES).loss
