@@ -44,15 +44,16 @@ class Probing:
         """the model's when that was probed"""
         self._waits: set[str] = set()  # what has been said of them
 
-    def forgets(self, *, train: bool) -> bool:
-        """True if the model is another one than was probed, in its modules, their modes, hooks or switches, by which it
-        may do, and need, something else: what was found is forgotten."""
+    def is_of_another(self, *, train: bool) -> bool:
+        """True if this rank's model is another one than was probed, in its modules, their modes, hooks or switches, by
+        which it may do, and need, something else."""
         outline = outline_of(self._shared.tape.model)
-        if self._outlines.setdefault(train, outline) == outline:
-            return False
+        return self._outlines.setdefault(train, outline) != outline
+
+    def forget(self, *, train: bool) -> None:
+        """Forget what was found, as the model of some rank is another one: those of all are probed again, together."""
         self._found = {key: found for key, found in self._found.items() if key[0] != train}
-        self._outlines[train] = outline
-        return True
+        self._outlines.pop(train, None)
 
     def found(self, *, train: bool) -> dict[batch.Shapes, Probed]:
         """All that is known of steps of this kind."""

@@ -5,7 +5,8 @@ forward may keep what it did not keep, read what it did not read, or change buff
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -17,22 +18,32 @@ Outline = tuple[tuple[Any, ...], ...]
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """The modules of a model, each with the numbers of the hooks on it and the names of its attributes that are True,
-    ``training`` among them; and those of their configurations.
+    """The modules of a model, each with the hooks on it and the names of its attributes that are True, ``training``
+    among them; and those of their configurations.
 
-    Numbers and text are left out: models are told their step, or a factor, in them, and go the same way.
+    Numbers and text are left out: models are told their step, or a factor, in them, and go the same way. A hook that is
+    taken off and hung up again is the same one: some are there for as long as a step takes.
     """
-    modules = [
-        (
-            weakref.ref(module),
-            *[number for number, hook in hooks_of(module).items() if not is_guard(hook)],
-            *_switched_on(vars(module)),
-        )
-        for module in model.modules()
-    ]
-    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
-    return (*modules, *[tuple(_switched_on(getattr(config, "__dict__", {}))) for config in configs.values()])
+    found: list[tuple[Any, ...]] = []
+    configs: dict[int, Mapping[str, Any]] = {}
+    todo, seen = [model], {model}
+    while todo:  # each step comes here: ``model.modules()`` takes as long as all else
+        module = todo.pop()
+        own = vars(module)
+        hooks = [(kind, _again(number, hook)) for kind, number, hook in hooks_of(module) if not is_guard(hook)]
+        found.append((weakref.ref(module), *hooks, *[name for name, value in own.items() if value is True]))
+        if (config := own.get("config")) is not None:
+            configs[id(config)] = getattr(config, "__dict__", {})
+        for child in own["_modules"].values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return (*found, *[tuple([name for name, value in of.items() if value is True]) for of in configs.values()])
 
 
-def _switched_on(attributes: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in attributes.items() if value is True]
+def _again(number: int, hook: Callable[..., Any]) -> object:
+    """Something that is equal for the same hook, whatever ``number`` it has, and does not keep it."""
+    try:
+        return weakref.WeakMethod(hook) if isinstance(hook, MethodType) else weakref.ref(hook)
+    except TypeError:  # of a kind that cannot be looked at so
+        return number
