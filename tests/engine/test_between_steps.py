@@ -286,3 +286,60 @@ def test_an_engine_that_is_called_in_inference_mode_leaves_it_for_as_long(tmp_pa
         assert (evaluated, stepped) == (plain.evaluate(MICRO_BATCHES), plain.step(MICRO_BATCHES).loss)
         assert all(torch.equal(value, values[name]) for name, value in plain.master_parameters())
         assert engine.step(MICRO_BATCHES).loss == plain.step(MICRO_BATCHES).loss
+
+
+class Changing(Model):
+    """Its forward changes what it consists of, in this way, and goes the same way nevertheless."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.change, self.act, self.odd = change, nn.Identity(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self)
+        return super().forward(self.act(x))
+
+
+BY_ITSELF: dict[str, Callable[[Any], object]] = {
+    "a switch": lambda model: setattr(model, "odd", not model.odd),
+    "a module": lambda model: setattr(model, "act", nn.Identity()),
+    "a hook": lambda model: model.act.register_forward_hook(lambda module, args, output: None),
+}
+
+
+def probed_in_steps(engine: penstock.Engine, count: int, before: Callable[[Any], Any] = lambda model: None) -> int:
+    """How many probes these steps have come by. ``before``: each; the hook that it hangs up is there for the step."""
+    found: list[Any] = []
+    for _ in range(count):
+        handle = before(engine.model)
+        engine.step([{"x": torch.ones(3, WIDTH)}] * 3)
+        now = engine.inside.planning.probing.found(train=True).values()
+        found += [probed for probed in now if all(probed is not other for other in found)]
+        if handle is not None:
+            handle.remove()
+    return len(found)
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_model_that_changes_itself_in_its_forward_is_probed_once(name: str) -> None:
+    with wrapped_model(Changing(BY_ITSELF[name]), budget(None)) as engine:
+        assert probed_in_steps(engine, 4) == 1
+        (before,) = engine.inside.planning.probing.found(train=True).values()
+        engine.model.head.register_forward_hook(lambda module, args, output: None)
+        assert probed_in_steps(engine, 2) == 1
+        (now,) = engine.inside.planning.probing.found(train=True).values()
+        assert now is not before
+
+
+class Watcher:
+    def look(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        pass
+
+
+def test_a_hook_that_is_there_for_as_long_as_a_step_is_the_same_one_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    watcher = Watcher()
+    with wrapped_model(Model(), budget(None)) as engine:
+        assert probed_in_steps(engine, 3, lambda model: model.head.register_forward_hook(watcher.look)) == 1
+        assert "changed between two steps" not in caplog.text
+        assert probed_in_steps(engine, 4, lambda model: model.head.register_forward_hook(lambda *_: None)) == 4
+    assert "changed between two steps for the 4th time" in caplog.text

@@ -29,5 +29,7 @@ def losses_with_hooks(mesh: DeviceMesh, folder: Path, hooked: tuple[int, ...]) -
 
 @pytest.mark.parametrize("run", [together, pipeline])
 def test_a_hook_on_the_model_of_one_rank_alone_has_all_probe_theirs(run: Any, tmp_path: Path) -> None:
-    without, of_one = (run(2, losses_with_hooks, tmp_path / str(number), hooked) for number, hooked in enumerate([(), (1,)]))
+    without, of_one = (
+        run(2, losses_with_hooks, tmp_path / str(number), hooked) for number, hooked in enumerate([(), (1,)])
+    )
     assert of_one == without

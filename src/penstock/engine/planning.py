@@ -318,6 +318,7 @@ class Planning:
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
         was made for, and the update mode is left open, the next step is planned anew."""
+        self.probing.has_stepped()
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
         if self.repeats.add(over=over) and left_open:
             self.repeats.planned = self.repeats.share

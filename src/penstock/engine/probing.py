@@ -29,6 +29,9 @@ log = logging.getLogger("penstock")
 MicroBatches = Mapping[batch.Shapes, Mapping[str, Any]]
 """A micro-batch of each shape."""
 
+_MANY = 4
+"""Changes of a model after which its user is told what they cost."""
+
 
 class Probing:
     """Results of the probe so far, for training and for evaluation, and what is known of how labels count. All ranks
@@ -41,7 +44,9 @@ class Probing:
         self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
         self._found: dict[tuple[bool, batch.Shapes], Probed] = {}
         self._outlines: dict[bool, Outline] = {}
-        """the model's when that was probed"""
+        """the model's when that was probed, or as steps have left it"""
+        self._may_change_itself = True
+        self._forgotten = 0
         self._waits: set[str] = set()  # what has been said of them
 
     def is_of_another(self, *, train: bool) -> bool:
@@ -54,6 +59,23 @@ class Probing:
         """Forget what was found, as the model of some rank is another one: those of all are probed again, together."""
         self._found = {key: found for key, found in self._found.items() if key[0] != train}
         self._outlines.pop(train, None)
+        self._forgotten += 1
+        if self._forgotten == _MANY:
+            log.warning(
+                "the model was changed between two steps for the %sth time, in its modules, modes, hooks or switches "
+                "(True, False). Each time it is probed again, and a plan is made, which takes about as long as a few "
+                "steps: hang up hooks once, and leave switches, if steps need not differ",
+                _MANY,
+            )
+
+    def has_stepped(self) -> None:
+        """A step is done. What its forwards have changed of the model by themselves was so when it was probed, too: it
+        is no reason to probe it again."""
+        if self._may_change_itself:
+            outline = outline_of(self._shared.tape.model)
+            self._may_change_itself = outline != self._outlines.get(True)
+            if self._may_change_itself:
+                self._outlines = {True: outline}
 
     def found(self, *, train: bool) -> dict[batch.Shapes, Probed]:
         """All that is known of steps of this kind."""
@@ -73,6 +95,7 @@ class Probing:
                 if (train, shape) not in self._found:
                     self._found[train, shape] = self._probe(given[shape], weights, machine, train=train)
         self._outlines[train] = outline_of(self._shared.tape.model)  # now: forwards may hang up hooks of their own
+        self._may_change_itself |= train
         return {shape: self._found[train, shape] for shape in shapes}
 
     def look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
