@@ -119,6 +119,7 @@ def deterministic() -> Iterator[None]:
 AROUND: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     nullcontext,
     torch.no_grad,
+    torch.inference_mode,
     lambda: default_dtype(torch.float64),
     lambda: default_dtype(torch.bfloat16),
     lambda: torch.device("cpu"),

@@ -3,6 +3,7 @@ is a model that is another one then."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.errors import ConfigError, ModelError
 from tests.training import budget
 
 WIDTH = 8
+KEPT: dict[str, torch.Tensor] = {}
 
 
 class Block(nn.Module):
@@ -55,6 +57,10 @@ def give_gradient(model: Any) -> None:
     model.head.weight.grad = torch.ones(WIDTH, WIDTH)
 
 
+def move_modules(model: Any) -> None:
+    model.layers[0].linear, model.layers[1].linear = model.layers[1].linear, model.layers[0].linear
+
+
 def replace_forward_of_class(model: Any) -> None:
     for layer in model.layers:
         layer.__class__ = type("Other", (Block,), {"forward": lambda self, x: 2 * Block.forward(self, x)})
@@ -77,6 +83,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "empty": (lambda model: model.to_empty(device="cpu"), f"'head.weight' {OTHER}"),
 }
 OF_MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "moved": (move_modules, "parameter 'layers.1.linear.weight' is called 'layers.0.linear.weight' since wrap"),
+    "put into another": (
+        lambda model: setattr(model, "head", nn.Sequential(model.head)),
+        "parameter 'head.weight' is called 'head.0.weight' since wrap",
+    ),
     "forward of a class": (replace_forward_of_class, "the forward of block 'layers.0' was replaced after wrap"),
     "compiled": (lambda model: model.compile(backend="eager"), "the model has been compiled by its compile"),
 }
@@ -84,16 +95,12 @@ OF_MODULES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 def wrapped(places: dict[str, Any], tmp_path: Path, **settings: Any) -> penstock.Engine:
     torch.manual_seed(0)
-    where = budget(tmp_path / "store") if places else budget(None)
-    return penstock.wrap(
-        Model(),
-        budget=where,
-        optimizer=penstock.AdamW(lr=1e-2),
-        precision="fp32",
-        device="cpu",
-        plan=None,
-        **{"loss_fn": lambda model, micro_batch: model(**micro_batch)} | settings,
-    )
+    return wrapped_model(Model(), budget(tmp_path / "store") if places else budget(None), **settings)
+
+
+def wrapped_model(model: nn.Module, where: penstock.Budget, **settings: Any) -> penstock.Engine:
+    common = {"loss_fn": lambda model, micro_batch: model(**micro_batch), "optimizer": penstock.AdamW(lr=1e-2)}
+    return penstock.wrap(model, budget=where, precision="fp32", device="cpu", plan=None, **common | settings)
 
 
 MICRO_BATCHES = [{"x": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)}]
@@ -187,3 +194,152 @@ def test_flop_are_counted_by_torch_from_the_second_step_and_a_first_one_says_so(
             again = engine.step(MICRO_BATCHES)
     assert counted.get_total_flops() > 0
     assert again.loss != loss
+
+
+class Keep(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        KEPT["x"] = x
+        return x
+
+
+class Recall(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + KEPT["x"]
+
+
+class Recalling(Model):
+    """Keeps what one micro-batch has before the blocks for what is behind them, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind, self.keeps = nn.Identity(), nn.Identity(), False
+        self.config = SimpleNamespace(keeps=False)
+
+    def forward(self, x: torch.Tensor, keeps: bool | None = None) -> torch.Tensor:
+        keeps = self.keeps or self.config.keeps or keeps
+        x = self.before(x) * self.scale
+        if keeps:
+            KEPT["x"] = x
+        for layer in self.layers:
+            x = layer(x)
+        x = self.behind(x)
+        return self.head(x + KEPT["x"] if keeps else x).square().mean()
+
+
+def tell_by_hooks(model: Any) -> None:
+    model.before.register_forward_hook(lambda module, args, output: KEPT.update(x=output))
+    model.head.register_forward_pre_hook(lambda module, args: args[0] + KEPT["x"])
+
+
+def tell_by_modules(model: Any) -> None:
+    model.before, model.behind = Keep(), Recall()
+
+
+TELL: dict[str, Callable[[Any], object]] = {
+    "hooks": tell_by_hooks,
+    "modules": tell_by_modules,
+    "a switch": lambda model: setattr(model, "keeps", True),
+    "its configuration": lambda model: setattr(model.config, "keeps", True),
+    "the micro-batch": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("name", TELL)
+def test_a_model_that_keeps_more_from_some_step_on_keeps_it_of_each_micro_batch(name: str) -> None:
+    """With micro-batches of the same shapes as those that were probed before."""
+    generator = torch.Generator().manual_seed(1)
+    steps = [[{"x": torch.randn(3, WIDTH, generator=generator)} for _ in range(2)] for _ in range(3)]
+    if name == "the micro-batch":
+        steps = [[{**mb, "keeps": i > 0 or None} for mb in step] for i, step in enumerate(steps)]
+    torch.manual_seed(0)
+    plain = Recalling()
+    sgd, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for i, step in enumerate(steps):
+        if i == 1:
+            TELL[name](plain)
+        sgd.zero_grad()
+        loss = torch.stack([plain(**mb) for mb in step]).mean()
+        loss.backward()
+        sgd.step()
+        wanted.append(loss.item())
+    settings = {"optimizer": penstock.SGD(lr=0.1), "clip_grad_norm": None}
+    torch.manual_seed(0)
+    with wrapped_model(Recalling(), budget(None), **settings) as engine:
+        found = []
+        for i, step in enumerate(steps):
+            if i == 1:
+                TELL[name](engine.model)
+            found.append(engine.step(step).loss)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+        for key, value in engine.master_parameters():
+            torch.testing.assert_close(value, plain.get_parameter(key).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_engine_that_is_called_in_inference_mode_leaves_it_for_as_long(tmp_path: Path) -> None:
+    """As loops are in where they evaluate."""
+    with wrapped({}, tmp_path) as plain, wrapped({}, tmp_path) as engine:
+        with torch.inference_mode():
+            evaluated = engine.evaluate(MICRO_BATCHES)
+            stepped = engine.step(MICRO_BATCHES).loss
+            assert torch.is_inference_mode_enabled()
+            values = dict(engine.master_parameters())
+        assert (evaluated, stepped) == (plain.evaluate(MICRO_BATCHES), plain.step(MICRO_BATCHES).loss)
+        assert all(torch.equal(value, values[name]) for name, value in plain.master_parameters())
+        assert engine.step(MICRO_BATCHES).loss == plain.step(MICRO_BATCHES).loss
+
+
+class Changing(Model):
+    """Its forward changes what it consists of, in this way, and goes the same way nevertheless."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.change, self.act, self.odd = change, nn.Identity(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self)
+        return super().forward(self.act(x))
+
+
+BY_ITSELF: dict[str, Callable[[Any], object]] = {
+    "a switch": lambda model: setattr(model, "odd", not model.odd),
+    "a module": lambda model: setattr(model, "act", nn.Identity()),
+    "a hook": lambda model: model.act.register_forward_hook(lambda module, args, output: None),
+}
+
+
+def probed_in_steps(engine: penstock.Engine, count: int, before: Callable[[Any], Any] = lambda model: None) -> int:
+    """How many probes these steps have come by. ``before``: each; the hook that it hangs up is there for the step."""
+    found: list[Any] = []
+    for _ in range(count):
+        handle = before(engine.model)
+        engine.step([{"x": torch.ones(3, WIDTH)}] * 3)
+        now = engine.inside.planning.probing.found(train=True).values()
+        found += [probed for probed in now if all(probed is not other for other in found)]
+        if handle is not None:
+            handle.remove()
+    return len(found)
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_a_model_that_changes_itself_in_its_forward_is_probed_once(name: str) -> None:
+    with wrapped_model(Changing(BY_ITSELF[name]), budget(None)) as engine:
+        assert probed_in_steps(engine, 4) == 1
+        (before,) = engine.inside.planning.probing.found(train=True).values()
+        engine.model.head.register_forward_hook(lambda module, args, output: None)
+        assert probed_in_steps(engine, 2) == 1
+        (now,) = engine.inside.planning.probing.found(train=True).values()
+        assert now is not before
+
+
+class Watcher:
+    def look(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        pass
+
+
+def test_a_hook_that_is_there_for_as_long_as_a_step_is_the_same_one_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    watcher = Watcher()
+    with wrapped_model(Model(), budget(None)) as engine:
+        assert probed_in_steps(engine, 3, lambda model: model.head.register_forward_hook(watcher.look)) == 1
+        assert "changed between two steps" not in caplog.text
+        assert probed_in_steps(engine, 4, lambda model: model.head.register_forward_hook(lambda *_: None)) == 4
+    assert "changed between two steps for the 4th time" in caplog.text

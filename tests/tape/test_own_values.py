@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.errors import ModelError
 from penstock.tape.holders import Search
+from tests.models import Case, MicroBatch, draw_tokens
 from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
 from tests.tape_reference import horizontal, vertical, with_graphs
 
@@ -160,6 +162,12 @@ def a_global(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x * LAST
 
 
+def one_tensor_in_two_places(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.object.mask = KEPT["mask"] = torch.sigmoid(x.mean(-1, keepdim=True))
+    model.kept[:] = [model.object.mask]
+    return through(model, x) * model.object.mask + KEPT["mask"] - model.kept.pop().square()
+
+
 class Keeping(Stack):
     def __init__(self, run: Any) -> None:
         super().__init__(run=run)
@@ -167,7 +175,7 @@ class Keeping(Stack):
         self.object = types.SimpleNamespace()
 
 
-@pytest.mark.parametrize("run", [a_list_of_its_own, an_object, a_global_dict, a_global])
+@pytest.mark.parametrize("run", [a_list_of_its_own, an_object, a_global_dict, a_global, one_tensor_in_two_places])
 def test_objects_from_before_the_forward_hold_what_is_the_micro_batchs(run: Pattern) -> None:
     assert_exact(of(lambda: Keeping(run)), orders=(vertical, horizontal))
 
@@ -247,3 +255,84 @@ def test_a_search_is_short_whatever_there_is() -> None:
     kept = [torch.ones(1)]
     found = list(Search([], [], lambda: (vocabulary, kept)))
     assert [tensor is kept[0] for tensor, _ in found] == [True]
+
+
+def in_an_object(model: Any, mask: torch.Tensor) -> None:
+    model.object.mask = mask
+
+
+def in_a_global(model: Any, mask: torch.Tensor) -> None:
+    KEPT["mask"] = mask
+
+
+def in_a_global_with_others(model: Any, mask: torch.Tensor) -> None:
+    KEPT["batch"] = {"mask": mask, "none": None}
+
+
+def in_a_list(model: Any, mask: torch.Tensor) -> None:
+    model.kept.append(mask[:, :1])
+
+
+def on_a_block(model: Any, mask: torch.Tensor) -> None:
+    model.layers[1].mask = mask
+
+
+class Masked(Keeping):
+    """Puts a tensor of the micro-batch where whoever needs it finds it. ``reads``: what the model does with it behind
+    the blocks; ``of_block``: what the second one does."""
+
+    def __init__(self, keep: Any, reads: Any = None, of_block: Any = None) -> None:
+        super().__init__(None)
+        self.keep, self.run = keep, reads
+        if of_block is not None:
+            self.layers[1] = Reading(of_block)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.keep(self, mask)
+        return super().forward(tokens)
+
+
+class Reading(Layer):
+    def __init__(self, reads: Any) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.reads(self)
+
+
+def masked_case(keep: Any, **reads: Any) -> Case:
+    def micro_batch(generator: torch.Generator, rows: int, length: int) -> MicroBatch:
+        tokens = draw_tokens(generator, rows, length)
+        return {"tokens": tokens, "mask": torch.rand(rows, length, 1, generator=generator, dtype=torch.float64)}
+
+    return replace(of(lambda: Masked(keep, **reads)), micro_batch=micro_batch)
+
+
+READ: dict[Any, Pattern] = {
+    in_an_object: lambda model, x: through(model, x) * model.object.mask,
+    in_a_global: lambda model, x: through(model, x) * KEPT["mask"],
+    in_a_global_with_others: lambda model, x: through(model, x) * KEPT["batch"]["mask"],
+    in_a_list: lambda model, x: through(model, x) * model.kept.pop(),
+    on_a_block: lambda model, x: through(model, x) * model.layers[1].mask[0, 0].item(),
+}
+
+
+@pytest.mark.parametrize("keep", READ, ids=lambda keep: keep.__name__)
+def test_what_a_micro_batch_was_given_is_its_own_wherever_it_is_kept(keep: Any) -> None:
+    assert_exact(masked_case(keep, reads=READ[keep]), orders=(vertical, horizontal, with_graphs))
+
+
+def test_a_number_of_a_tensor_that_is_kept_is_read_of_the_micro_batchs() -> None:
+    def read(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return through(model, x) * KEPT["mask"].sum().item()
+
+    assert_exact(masked_case(in_a_global, reads=read), orders=(vertical,))
+
+
+def test_a_block_finds_what_the_micro_batch_was_given_as_an_attribute_and_nowhere_else() -> None:
+    assert_exact(masked_case(on_a_block, of_block=lambda block: block.mask), orders=(vertical, with_graphs))
+    for read in (lambda _: KEPT["mask"], lambda _: KEPT["mask"][0, 0].item()):
+        case = masked_case(in_a_global, of_block=read)
+        with pytest.raises(ModelError, match=r"'layers.1' reads a tensor of shape .* that is none of its arguments"):
+            assert_exact(case, orders=(vertical,))

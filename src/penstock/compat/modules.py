@@ -91,6 +91,20 @@ def forward_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     return (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
 
 
+def hooks_of(module: nn.Module) -> list[tuple[int, int, Callable[..., Any]]]:
+    """All hooks on a module that its calls run: the number of their kind, that which torch gives them (each once in a
+    process), and the hook.
+
+    Without: a model that was given a hook between two steps would be run by what was found out without it.
+    """
+    own = vars(module)
+    pre, post = own["_forward_pre_hooks"], own["_forward_hooks"]
+    if not (pre or post or own["_backward_pre_hooks"] or own["_backward_hooks"]):  # as most modules
+        return []
+    kinds = (pre, post, own["_backward_pre_hooks"], own["_backward_hooks"])
+    return [(kind, number, hook) for kind, hooks in enumerate(kinds) for number, hook in hooks.items()]
+
+
 @contextmanager
 def calls_seen(entered: Callable[[nn.Module], None], left: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, these are told of each module whose forward begins, and ends.

@@ -153,11 +153,16 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
 
     A mask that hides something is as one with another dimension: models drop masks that hide nothing, and what they
     make of the others takes memory. So are places that begin anew within a row, of which models make a mask that keeps
-    documents apart; and so is the way in which the loss function is asked to compute (``Beside``).
+    documents apart; and so is the way in which the model is asked to compute: by the loss function (``Beside``), and by
+    switches among the entries (True, False, None).
     """
     found = sorted(_tensors(micro_batch).items(), key=lambda item: repr(item[0]))
-    beside = [(name, value.way) for name, value in micro_batch.items() if isinstance(value, Beside)]
-    ways = [((name,), (), way) for name, way in beside if way]
+    asked = [
+        (name, value.way if isinstance(value, Beside) else repr(value))
+        for name, value in micro_batch.items()
+        if value is None or isinstance(value, Beside | bool)
+    ]
+    ways = [((name,), (), way) for name, way in asked if way]
     return (*((place, (*value.shape, *_hides(place, value)), str(value.dtype)) for place, value in found), *ways)
 
 

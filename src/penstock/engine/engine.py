@@ -26,7 +26,7 @@ from penstock.engine.resources import EngineResources
 from penstock.engine.snapshots import Snapshots
 from penstock.engine.spans import check_same
 from penstock.engine.trace import MemorySample, TraceEvent
-from penstock.engine.turns import in_turn, is_foreign
+from penstock.engine.turns import in_turn, is_foreign, outside_of_inference_mode
 from penstock.errors import ConfigError, NonFiniteError
 from penstock.planner.plan import Plan
 from penstock.ranks.group import ALONE
@@ -114,7 +114,7 @@ class Engine:
         the state has one slot, with itself. If that commit fails again, the next step was not taken, and says so. With
         several ranks a write in the background that fails ends all of them, after a step that counts, too.
         """
-        with whole_steps(), self._ranks.together("step"):
+        with outside_of_inference_mode(), whole_steps(), self._ranks.together("step"):
             self._check_usable()
             return self._step(micro_batches, loss_weights, batch.as_json(position))
 
@@ -127,7 +127,7 @@ class Engine:
         Raises:
             ModelError, BudgetError, StoreError: as ``step``. After a BudgetError others may be tried.
         """
-        with whole_steps(), self._ranks.together("prepare"):
+        with outside_of_inference_mode(), whole_steps(), self._ranks.together("prepare"):
             self._check_usable()
             batch.check(micro_batches)
             return self._planning.runner_for(self._cut(micro_batches), train=True).plan
@@ -241,7 +241,7 @@ class Engine:
 
         Raises: as ``step``.
         """
-        with self._ranks.together("evaluate"):
+        with outside_of_inference_mode(), self._ranks.together("evaluate"):
             self._check_usable()
             flags = TrainingFlags(self.model.modules())
             with self._resources.tape.undo.after(partial(flags.switch, frozenset())):

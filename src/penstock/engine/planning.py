@@ -142,14 +142,16 @@ class Planning:
         shapes, ranks = [batch.shapes(mb) for mb in micro_batches], self._shared.ranks
         self.changed = None if train else self.changed
         seen = self._following.take() if train and self._following is not None else None
-        if self.probing.forgets(train=train):
+        another, ready = self.probing.is_of_another(train=train), self._plans.get(train)
+        gathered = ranks.gather_objects("plan", (another, ready is not None and ready.covers(shapes), seen))
+        if any(another for another, _, _ in gathered):
+            self.probing.forget(train=train)
             self._plans.pop(train, None)  # now: where no other one can be made, the next step must not take this one
-        ready = self._plans.get(train)
-        gathered = ranks.gather_objects("plan", (ready is not None and ready.covers(shapes), seen))
-        if ready is not None and all(covered for covered, _ in gathered):
+            ready = None
+        if ready is not None and all(covered for _, covered, _ in gathered):
             self.probing.look_at_labels(micro_batches)
             if train and self._following is not None:
-                ready = self._follow(self._following, ready, [step for _, step in gathered])
+                ready = self._follow(self._following, ready, [step for _, _, step in gathered])
             return self._use(ready) if self._before is None or not train else self._use_changed(ready, self._before)
         self._before = None
         ranks.agree("number of micro-batches", len(micro_batches))
@@ -312,6 +314,7 @@ class Planning:
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
         was made for, and the update mode is left open, the next step is planned anew."""
+        self.probing.has_stepped()
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
         if self.repeats.add(over=over) and left_open:
             self.repeats.planned = self.repeats.share

@@ -20,6 +20,7 @@ from penstock.schedule.program import Program
 from penstock.schedule.work import model_flops, shares_again
 from penstock.shape.model import with_exchanges
 from penstock.tape import trees
+from penstock.tape.outline import Outline, outline_of
 from penstock.tape.unequal import unequal_dtypes_told
 from penstock.tape.waits import sentence
 
@@ -27,6 +28,9 @@ log = logging.getLogger("penstock")
 
 MicroBatches = Mapping[batch.Shapes, Mapping[str, Any]]
 """A micro-batch of each shape."""
+
+_MANY = 4
+"""Changes of a model after which its user is told what they cost."""
 
 
 class Probing:
@@ -40,18 +44,39 @@ class Probing:
         self.labels = LabelCount() if resources.spans is None else SpanLabels(resources.ranks.cp)
         self.found: dict[bool, dict[batch.Shapes, Probed]] = {True: {}, False: {}}
         """all that is known of steps, and of evaluations"""
-        self._modes: dict[bool, tuple[bool, ...]] = {}
-        """the modes of all modules when that was probed: True if in training"""
+        self._outlines: dict[bool, Outline] = {}
+        """the model's when that was probed, or as steps have left it"""
+        self._may_change_itself = True
+        self._forgotten = 0
         self._waits: set[str] = set()  # what has been said of them
 
-    def forgets(self, *, train: bool) -> bool:
-        """True if modules are in other modes than they were probed in, by which blocks may do, and need, something
-        else: what was found is forgotten."""
-        modes = tuple(module.training for module in self._shared.tape.model.modules())
-        if self._modes.setdefault(train, modes) == modes:
-            return False
-        self._modes[train], self.found[train] = modes, {}
-        return True
+    def is_of_another(self, *, train: bool) -> bool:
+        """True if this rank's model is another one than was probed, in its modules, their modes, hooks or switches, by
+        which it may do, and need, something else."""
+        outline = outline_of(self._shared.tape.model)
+        return self._outlines.setdefault(train, outline) != outline
+
+    def forget(self, *, train: bool) -> None:
+        """Forget what was found, as the model of some rank is another one: those of all are probed again, together."""
+        self.found[train] = {}
+        self._outlines.pop(train, None)
+        self._forgotten += 1
+        if self._forgotten == _MANY:
+            log.warning(
+                "the model was changed between two steps for the %sth time, in its modules, modes, hooks or switches "
+                "(True, False). Each time it is probed again, and a plan is made, which takes about as long as a few "
+                "steps: hang up hooks once, and leave switches, if steps need not differ",
+                _MANY,
+            )
+
+    def has_stepped(self) -> None:
+        """A step is done. What its forwards have changed of the model by themselves was so when it was probed, too: it
+        is no reason to probe it again."""
+        if self._may_change_itself:
+            outline = outline_of(self._shared.tape.model)
+            self._may_change_itself = outline != self._outlines.get(True)
+            if self._may_change_itself:
+                self._outlines = {True: outline}
 
     def find(self, given: MicroBatches, machine: Machine | None, *, train: bool) -> dict[batch.Shapes, Probed]:
         """The results for those shapes that the others are within; in a pipeline for each that there is, but where
@@ -67,6 +92,8 @@ class Probing:
             for shape in shapes:
                 if shape not in found:
                     found[shape] = self._probe(given[shape], weights, machine, train=train)
+        self._outlines[train] = outline_of(self._shared.tape.model)  # now: forwards may hang up hooks of their own
+        self._may_change_itself |= train
         return {shape: found[shape] for shape in shapes}
 
     def look_at_labels(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:

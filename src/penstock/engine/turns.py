@@ -12,8 +12,10 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
 
 from penstock.engine.interrupt import holding, whole_calls
 from penstock.errors import ConfigError
@@ -105,6 +107,12 @@ def in_turn(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[S
             return method(self, *args, **kwargs)
 
     return call
+
+
+def outside_of_inference_mode() -> AbstractContextManager[None]:
+    """Within, torch notes changes of tensors, also where the caller evaluates in ``torch.inference_mode()``: what an
+    engine makes there may be of use later, and a model's blocks could not be run one by one."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def is_foreign(owned: Owned) -> bool:

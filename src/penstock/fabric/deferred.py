@@ -259,6 +259,12 @@ def values_of(root: Deferred) -> dict[str, bool | int | float | str]:
     return {name: value for name, value in found if isinstance(value, bool | int | float | str)}
 
 
+def switches_of(root: Deferred) -> list[str]:
+    """The switches (True, False, None) that the model is called with, in words."""
+    given = (item for call in calls_of(root) for item in chain(enumerate(call._args), call._kwargs.items()))
+    return [f"{key}={value}" for key, value in given if value is None or isinstance(value, bool)]
+
+
 def known_numbers(root: Deferred) -> list[Any]:
     """The numbers among the parts of a computation that was carried out, in order; None: it is none."""
     return [None if node._value is _UNKNOWN else node._value for node in nodes(root)]

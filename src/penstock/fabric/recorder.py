@@ -13,7 +13,7 @@ from penstock.engine.batch import LABELS
 from penstock.engine.engine import Engine
 from penstock.engine.spans import Beside
 from penstock.errors import ConfigError, ModelError
-from penstock.fabric.deferred import MODEL, Deferred, There, calls_of, in_dtype, inputs_of, run, values_of
+from penstock.fabric.deferred import MODEL, Deferred, There, calls_of, in_dtype, inputs_of, run, switches_of, values_of
 from penstock.fabric.pipelines import told_by_first
 from penstock.ranks.group import Ranks
 from penstock.tape import trees
@@ -120,7 +120,7 @@ class Recorded(Beside):
         of_both = {name for name, tensor in self._named() if id(tensor) in self.inputs.of_both}
         self.exact = (_READ, *of_both - {*LABELS})
         calls = len(calls_of(root))
-        self.way = "" if calls == 1 else f"{calls} calls of the model"
+        self.way = ", ".join(([] if calls == 1 else [f"{calls} calls of the model"]) + switches_of(root))
         self.evaluates = evaluates
         self.outputs: Any = None
         """outputs of the latest evaluation"""

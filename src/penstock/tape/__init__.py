@@ -13,6 +13,7 @@
     let_go    weights and activations that are elsewhere: to read one is an error
     facts     a block where it stands, and what the probe has learned about a stage
     likeness  compares a recomputation's results with its forward's
+    outline   what of a model can be another between two steps, so that it is to be probed again
     probe     learns a model's program from one micro-batch; watch sees its ops, segments makes stages of them
     buffers   which buffers code changes, and as they were
     graph     autograd by pieces

@@ -82,6 +82,11 @@ def guard(model: nn.Module, instead: str | None = None, *, blocks: Collection[nn
         vars(module)[_GUARD] = known
 
 
+def is_guard(hook: Callable[..., Any]) -> bool:
+    """True of a hook of a guard's own."""
+    return isinstance(getattr(hook, "__self__", None), _Guard)
+
+
 def set_at_work(model: nn.Module, at_work: bool) -> None:
     """Say if the engine is running a guarded model now, and has brought its weights."""
     known = vars(model).get(_GUARD)

@@ -156,6 +156,21 @@ _Step = tuple[type[Holder], Any, Any]
 """A holder that is made only once a tensor is found in it: its class, ``of`` and ``key``."""
 
 
+def tensors_in(holders: Iterable[Holder]) -> list[torch.Tensor]:
+    """The tensors that are in these places, and within what is there."""
+    queue, seen, found = deque(holder.now() for holder in holders), set[int](), []
+    for _ in range(_MOST):
+        if not queue:
+            break
+        item = queue.popleft()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) not in seen and not isinstance(item, _WITHOUT):
+            seen.add(id(item))
+            queue += (part for _, part in islice(_within(item), _MOST_OF_ONE))
+    return found
+
+
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
     """The values within an object, each with its holder; with none where it can only be put back with the object."""
     if isinstance(item, tuple | frozenset):

@@ -136,11 +136,16 @@ def refuse_changed(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Raise ModelError if the model has other parameters than those that were wrapped, or was compiled since."""
     if (name := next((name for name, module in model.named_modules() if is_compiled(module)), None)) is not None:
         raise ModelError(f"{repr(name) if name else 'the model'} {COMPILED}")
-    known = {id(s.parameter) for s in _slices(groups)}
+    known = {id(s.parameter): s.name for s in _slices(groups)}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
+        was = known.pop(id(parameter), None)
+        if was is None:
             raise ModelError(f"parameter {name!r} was added, or put in another's place, after wrap(): {_AGAIN}")
-        known.discard(id(parameter))
-    gone = next((s.name for s in _slices(groups) if id(s.parameter) in known), None)
-    if gone is not None:
+        if was != name:
+            raise ModelError(
+                f"parameter {was!r} is called {name!r} since wrap(), as modules were moved, or others put around them: "
+                f"it would be saved by the name that it had. Move them before, or {_AGAIN}"
+            )
+    if known:
+        gone = next(s.name for s in _slices(groups) if id(s.parameter) in known)
         raise ModelError(f"parameter {gone!r} was taken out of the model after wrap(): {_AGAIN}")

@@ -337,13 +337,14 @@ class Probe:
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        self._smuggled.end([*suspended.outputs, *suspended.beside])
+        finds = tuple(self._accesses.found_by(self._watch.segment))
+        self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
         self._seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
-        changed, finds = before.changed(), tuple(self._accesses.found_by(self._watch.segment))
+        changed = before.changed()
         suspended.backward.see(
             self._watch.segment,
             buffers=copies((b.module, b.name, b.value) for b in changed),

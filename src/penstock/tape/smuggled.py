@@ -17,7 +17,7 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
-from penstock.tape.holders import Holder, Way
+from penstock.tape.holders import Holder, Way, tensors_in
 from penstock.tape.watch import Op, Operand, Watch, packets
 
 _ATEN = torch.ops.aten
@@ -40,6 +40,8 @@ class Smuggled:
         """``watch``: knows the storages that the ops of the probe have made."""
         self._birth = watch.birth
         self._own: set[int] = set()
+        self._kept: dict[int, Way] = {}  # own storages -> places in which the model's own code keeps tensors there
+        self._beside: dict[int, torch.Tensor] = {}  # those that a block reads without being handed any
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
         self._segment: int | None = None
@@ -61,22 +63,40 @@ class Smuggled:
         """
         self._segment, self._block = segment, block
         self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
+        self._beside.clear()
         if block is not None:
             self._blocks[segment] = block
 
-    def end(self, returned: Iterable[torch.Tensor] = (), kept: Iterable[tuple[torch.Tensor, Way]] = ()) -> None:
+    def end(
+        self,
+        returned: Iterable[torch.Tensor] = (),
+        kept: Iterable[tuple[torch.Tensor, Way]] = (),
+        found: Iterable[Holder] = (),
+    ) -> None:
         """The segment has ended, and has ``returned`` these tensors; places of the model's own code hold those that are
-        ``kept``."""
+        ``kept``; it has ``found`` what is in these, each micro-batch its own."""
+        known = {storage_key(t) for t in tensors_in(found) if trees.has_storage(t)} if self._beside else set()
+        for storage, tensor in self._beside.items():
+            if storage not in known:
+                self._find("{} reads {} that is none of its arguments", tensor)
         self._segment = None
         self._views.clear()
         for tensor in returned:
             birth = self._birth(tensor)
             if birth is not None:
                 birth.returned = True
+        places: dict[int, dict[Holder, None]] = {}  # by storage: one tensor may be kept in several places
         for tensor, way in kept:
-            birth = self._birth(tensor)
-            if birth is not None:
-                birth.kept = way
+            if not trees.has_storage(tensor):
+                continue
+            storage, birth = storage_key(tensor), self._birth(tensor)
+            if birth is not None or storage in self._own:
+                here = places.setdefault(storage, {})
+                here.update(dict.fromkeys(way))
+                if birth is not None:
+                    birth.kept = tuple(here)
+                else:
+                    self._kept[storage] = tuple(here)
 
     def refuse(self) -> None:
         if self.found is not None:
@@ -124,10 +144,14 @@ class Smuggled:
             for operand in op.inputs:
                 if operand.birth is not None or id(operand.tensor) not in changed:  # what is kept may be added to
                     self._check(operand)
+                    self._check_own(operand)
             if not of_shapes:
                 old = [o for o in op.inputs if o.birth is None and o.storage not in self._own]
                 self.carried.on_op(op.packet, self._segment, old, changed, depends=depends)
                 self._follow(op)
+        elif not op.results:  # it becomes a number, with which code goes on
+            for operand in op.inputs:
+                self._check_own(operand)
         if of_shapes or not depends:
             return
         for operand in op.results:
@@ -184,8 +208,18 @@ class Smuggled:
                 self._find(f"{{}} reads {{}} that {_who(self._blocks[birth.segment])} made, not returned", tensor)
             elif self._block is None and birth.writer is not None:
                 self._find(f"{{}} reads {{}} that {_who(birth.writer)} has written to before", tensor)
-            elif self._block is None and not isinstance(tensor, nn.Parameter):
-                self.read.update((holder, self._segment) for holder in birth.kept)
+
+    def _check_own(self, operand: Operand) -> None:
+        """Note where what is read is kept, be it the micro-batch's own, or that a block has it from elsewhere."""
+        tensor, storage, birth = operand
+        if self._segment is None or isinstance(tensor, nn.Parameter):
+            return
+        if self._block is None:
+            kept = self._kept.get(storage, ()) if birth is None else birth.kept
+            if birth is None or (birth.depends and birth.segment != self._segment):
+                self.read.update((holder, self._segment) for holder in kept)
+        elif birth is None and storage in self._own and storage not in self._handed:
+            self._beside.setdefault(storage, tensor)
 
     def _find(self, what: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):

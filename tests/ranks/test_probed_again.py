@@ -1,0 +1,35 @@
+"""Ranks whose models are changed between two steps probe them again together, also where only one of them was."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.models import PLAIN
+from tests.questions import DRIVE, MACHINE
+from tests.ranks.worlds import pipeline, together
+from tests.training import budget, wrap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def losses_with_hooks(mesh: DeviceMesh, folder: Path, hooked: tuple[int, ...]) -> list[float]:
+    """Of steps and evaluations on a machine that is known, so that probes are timed: all ranks at once. From the second
+    step on, models of these ranks have a hook that only looks, as those that log have on one rank."""
+    known = replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),))
+    with wrap(PLAIN, budget(folder), mesh=mesh, plan=known) as engine:
+        step: list[Any] = PLAIN.micro_batches(2)
+        losses = [engine.step(step).loss, engine.evaluate(step)]
+        if mesh.get_rank() in hooked:
+            engine.model.register_forward_hook(lambda module, args, output: None)
+        return [*losses, engine.step(step).loss, engine.evaluate(step), engine.step(step).loss]
+
+
+@pytest.mark.parametrize("run", [together, pipeline])
+def test_a_hook_on_the_model_of_one_rank_alone_has_all_probe_theirs(run: Any, tmp_path: Path) -> None:
+    without, of_one = (
+        run(2, losses_with_hooks, tmp_path / str(number), hooked) for number, hooked in enumerate([(), (1,)])
+    )
+    assert of_one == without
