@@ -18,7 +18,6 @@ from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.fixed import Fixed, fixed_bytes
 from penstock.schedule.lower.graphs import all_graphs
-from penstock.schedule.lower.pools import STAGED, in_depth
 from penstock.schedule.lower.provision import Provision, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -276,12 +275,8 @@ def _route(program: Program, micro_batches: int, order: Family, *, train: bool) 
 
 @lru_cache(maxsize=4096)
 def _pooled(route: Route, settings: Settings, seat: Seat) -> tuple[int, int]:
-    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
-    a search for depths that fit asks for many that differ in what is staged alone."""
-    depths = settings.depths
-    unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
-    sized = _provision(route, replace(settings, depths=unstaged), seat).pools.values()
-    pools = [in_depth(pool, depths) for pool in sized]
+    """Bytes of the pools of device and host: the advice on other machines and budgets asks for the same ones again."""
+    pools = _provision(route, settings, seat).pools.values()
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 
