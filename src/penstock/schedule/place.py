@@ -410,4 +410,8 @@ class Settings:
 
     def waits(self, group: int) -> bool:
         """True if a group's optimizer step waits for the global gradient norm."""
-        return self.wait and not (self.speculate and self.place.all_on_disk(group))
+        return self.waits_with(self.place.state[group])
+
+    def waits_with(self, state: Tier) -> bool:
+        """The same of a group with its state on a tier."""
+        return self.wait and not (self.speculate and state == "disk")
