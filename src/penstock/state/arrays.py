@@ -73,8 +73,9 @@ class StateArrays:
         self.device = device
         self.store = store
         self.slots = slots
-        self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
-        self._names = {g.index: [part.name for part in parts_of(g, form, dtype)] for g in groups}
+        self.of_group = {group.index: parts_of(group, form, dtype) for group in groups}
+        """a group's arrays, weights first"""
+        self.parts = {part.name: part for own in self.of_group.values() for part in own}
         self._copies: dict[int, _Copy] = {}
         """group -> the copy of its weights that stages find above their home"""
         self.background: Changes | None = None
@@ -147,7 +148,7 @@ class StateArrays:
 
     def parts_of_state(self, g: int) -> tuple[str, ...]:
         """The arrays of a group besides its weights."""
-        return tuple(self._names[g][1:])
+        return tuple(part.name for part in self.of_group[g][1:])
 
     def parts_of_momentum(self, g: int) -> tuple[str, ...]:
         """The arrays of a group of matrices that its steps do not take: its momentum, and the scales of that; of others
@@ -194,7 +195,7 @@ class StateArrays:
         if late:
             self._late.add(g)
         else:
-            self._changed.update(name for name in self._names[g] if name in self._arrays)
+            self._changed.update(part.name for part in self.of_group[g] if part.name in self._arrays)
             if g in self._copies:
                 self._renewed.add(g)
 
@@ -296,7 +297,7 @@ class StateArrays:
     def about_to_change(self, g: int, start: int, numel: int) -> None:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
         if self.background is not None:
-            for part in parts_of(self.groups[g], self.form, self.dtype):
+            for part in self.of_group[g]:
                 own = part.own(start, numel)
                 self.background.before_change(part.name, own.start, own.stop - own.start)
 
@@ -335,7 +336,7 @@ class StateArrays:
         wanted: dict[str, Tier] = {}
         copied: dict[int, Tier] = {}
         for group in (group for group in self.groups if group.numel):
-            first, *state = parts_of(group, self.form, self.dtype)
+            first, *state = self.of_group[group.index]
             wanted[first.name] = place.home(group)
             if place.copied(group):
                 copied[group.index] = place.weights[group.index]
