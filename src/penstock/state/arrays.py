@@ -76,6 +76,7 @@ class StateArrays:
         self.of_group = {group.index: parts_of(group, form, dtype) for group in groups}
         """a group's arrays, weights first"""
         self.parts = {part.name: part for own in self.of_group.values() for part in own}
+        self._trained = [part.name for group in groups if group.trainable for part in self.of_group[group.index]]
         self._copies: dict[int, _Copy] = {}
         """group -> the copy of its weights that stages find above their home"""
         self.background: Changes | None = None
@@ -236,7 +237,14 @@ class StateArrays:
         Raises:
             StoreError: the drive failed. What is read is what was read before.
         """
-        self._complete(self._written(late), late)
+        lacking = {
+            name: later for name in self._written(late) if self.slots.lacks(name, later := self._late_bytes(name, late))
+        }
+        if not lacking:
+            return
+        with self.bounce() as bounce:
+            for name, later in lacking.items():
+                self.slots.complete(name, numpy_bytes(bounce), later)
 
     def flip_step(self, late: Late, reached: Collection[int]) -> None:
         """A step counts: arrays on disk that it has written, or leaves to the next one, are read from there, and the
@@ -253,8 +261,7 @@ class StateArrays:
 
     def _trained_on_disk(self) -> list[str]:
         """Arrays on disk that a step may write."""
-        trained = {g.index for g in self.groups if g.trainable}
-        return [name for name, part in self.parts.items() if part.group in trained and self.tier_of(name) == "disk"]
+        return [name for name in self._trained if self.tier_of(name) == "disk"]
 
     def _written(self, late: Late) -> list[str]:
         """Arrays on disk that a step has written some of, or leaves to the next one."""
@@ -266,14 +273,6 @@ class StateArrays:
         part = self.parts[name]
         size, own = part.dtype.itemsize, [part.own(r.start, len(r)) for r in late.get(part.group, ())]
         return [range(r.start * size, r.stop * size) for r in own]
-
-    def _complete(self, names: Sequence[str], late: Late) -> None:
-        lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
-        if not lacking:
-            return
-        with self.bounce() as bounce:
-            for name, later in lacking.items():
-                self.slots.complete(name, numpy_bytes(bounce), later)
 
     def is_kept(self, part: Part) -> bool:
         """True if a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
@@ -303,8 +302,7 @@ class StateArrays:
 
     def state_on_disk(self) -> bool:
         """True if all that is trained is at home on disk."""
-        trained = {g.index for g in self.groups if g.trainable}
-        return all(part.group not in trained or self.tier_of(name) == "disk" for name, part in self.parts.items())
+        return all(self.tier_of(name) == "disk" for name in self._trained)
 
     def any_state_on_disk(self) -> bool:
         """True if any array that a step changes lives on disk."""
