@@ -51,6 +51,11 @@ def limits_of(costs: Costs, depths: Depths, stage: ZeroStage = 3) -> NDArray[np.
     return np.concatenate((rows, np.array(pools)))
 
 
+def bound(load: Load, limits: NDArray[np.float64]) -> float:
+    """Seconds that a step takes at least if its phases do not overlap: the sum of each phase's tightest limit."""
+    return float((load @ limits.T).max(axis=1).sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
     """Phases ``times`` together take at least what each limit asks for the rows ``loads``, less ``less``."""

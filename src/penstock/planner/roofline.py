@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.hardware.crossing import Reads, step_rate
 from penstock.hardware.drives import together
-from penstock.planner.bounds import limits_of
+from penstock.planner.bounds import bound, limits_of
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.place import BF16, FP32, Depths, Format
@@ -90,11 +90,10 @@ def roofline(question: Question, tokens: int, kept: float = 0.0) -> Roofline:
     frozen = 2 * form.weight_bytes * sum(group.frozen for group in request.program.groups)
     turns = at_once = None
     if disk is not None:
-        load = np.zeros(len(STREAM_LANES))
-        load[STREAM_LANES.index("read")] = (parameters * read + frozen) / disk.read
-        load[STREAM_LANES.index("write")] = parameters * write / disk.write
-        limits = limits_of(question.costs, Depths())[: len(STREAM_LANES)]
-        turns, at_once = float(load.sum()), float((load @ limits.T).max())
+        load = np.zeros((1, len(STREAM_LANES)))
+        load[0, STREAM_LANES.index("read")] = (parameters * read + frozen) / disk.read
+        load[0, STREAM_LANES.index("write")] = parameters * write / disk.write
+        turns, at_once = float(load.sum()), bound(load, limits_of(question.costs, Depths())[: len(STREAM_LANES)])
     updates = sum(group.trainable * BF16 for group in trained if group.whole)
     down = (parameters * (BF16 if request.may_cast_on_device else FP32) + updates) / machine.device.d2h
     ways: tuple[Reads, ...] = ("fp32",) if request.grad_dtype == "fp32" else ("rounded", "bf16")
