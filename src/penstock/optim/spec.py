@@ -38,7 +38,8 @@ class OptimizerSpec(MomentsConfig):
 
     group_keys: ClassVar[tuple[str, ...]]
     """the settings that torch has in a param group"""
-    _moment_names: ClassVar[tuple[str, ...]] = ()
+    _moment_names: ClassVar[tuple[str, ...]]
+    """``moment_names``, where they follow from no setting"""
 
     lr: float
     weight_decay: float
