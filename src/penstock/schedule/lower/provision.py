@@ -163,7 +163,8 @@ class Provision:
         return most_sums(self.s.micro_batches, self.s.strands, staged=True)
 
     def trained_count(self, g: int) -> int:
-        """Number of chunks of a group that are stepped; they come first. Layers are not cut into chunks."""
+        """Number of chunks of a group that are stepped; they come first. Only groups that stream have any: layers
+        are not cut into chunks."""
         return _trained_counts(self.route, self.s.chunk)[g]
 
     def held_count(self, g: int, use: int) -> int:
