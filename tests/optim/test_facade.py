@@ -48,6 +48,14 @@ def test_moments_are_named_and_counted(spec: OptimizerSpec, names: tuple[str, ..
     assert [hyper.moments for hyper in StreamedOptimizer(spec, named()).hypers()] == [len(names)]
 
 
+def test_an_optimizer_that_names_no_moments_is_not_taken_for_one_that_keeps_none() -> None:
+    class Unnamed(OptimizerSpec):
+        group_keys = ("lr", "weight_decay")
+
+    with pytest.raises(AttributeError, match="moment_names"):
+        Unnamed(lr=1e-3, weight_decay=0.0)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

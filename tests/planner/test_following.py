@@ -70,13 +70,7 @@ def plan() -> Plan:
         micro_batches=2, chunk=4 * ALIGN, form=Format.of("fp32", 2), depths=Depths(), wait=False,
         place=Placement(weights=("disk",) * count, state=("disk",) * count, gradients="host", activations="host"),
     )  # fmt: skip
-    return Plan(
-        program=PROGRAM,
-        settings=settings,
-        schedule=lower_step("vertical", PROGRAM, settings),
-        state_bytes=0,
-        disk_bytes=0,
-    )
+    return Plan(program=PROGRAM, settings=settings, schedule=lower_step("vertical", PROGRAM, settings))
 
 
 def times(scale: float = 1.0) -> StageTimes:

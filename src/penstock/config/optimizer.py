@@ -179,8 +179,10 @@ class OptimizerSpec(MomentsConfig):
         ConfigError: a setting is out of its range.
     """
 
-    _group_keys: ClassVar[tuple[str, ...]]
+    group_keys: ClassVar[tuple[str, ...]]
     """the settings that torch has in a param group"""
+    _moment_names: ClassVar[tuple[str, ...]]
+    """``moment_names``, where they follow from no setting"""
 
     lr: float
     weight_decay: float
@@ -194,7 +196,8 @@ class OptimizerSpec(MomentsConfig):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        """Names, as torch has them, of the moments that each parameter has."""
+        return self._moment_names
 
     @property
     def moment_count(self) -> int:
@@ -209,23 +212,20 @@ class OptimizerSpec(MomentsConfig):
     @property
     def group_settings(self) -> dict[str, object]:
         """The keys and values of a torch param group, named as in ``torch.optim``."""
-        return {key: getattr(self, key) for key in self._group_keys}
+        return {key: getattr(self, key) for key in self.group_keys}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    _group_keys = ("lr", "betas", "eps", "weight_decay")
+    group_keys = ("lr", "betas", "eps", "weight_decay")
+    _moment_names = ("exp_avg", "exp_avg_sq")
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
-
-    @property
-    def moment_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class Adam(AdamW):
 class SGD(OptimizerSpec):
     """Stochastic gradient descent, with momentum (no dampening) when ``momentum`` is above 0."""
 
-    _group_keys = ("lr", "momentum", "weight_decay", "nesterov")
+    group_keys = ("lr", "momentum", "weight_decay", "nesterov")
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -264,15 +264,12 @@ class SGD(OptimizerSpec):
 class Lion(OptimizerSpec):
     """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675); a third less state than AdamW."""
 
-    _group_keys = ("lr", "betas", "weight_decay")
+    group_keys = ("lr", "betas", "weight_decay")
+    _moment_names = ("exp_avg",)
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-
-    @property
-    def moment_names(self) -> tuple[str, ...]:
-        return ("exp_avg",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +290,7 @@ class Muon(OptimizerSpec):
         ConfigError: a setting is out of its range, or given in the wrong place.
     """
 
-    _group_keys = ("lr", "momentum", "weight_decay", "nesterov", "ns_steps", "adjust_lr_fn")
+    group_keys = ("lr", "momentum", "weight_decay", "nesterov", "ns_steps", "adjust_lr_fn")
 
     lr: float = 1e-3
     momentum: float = 0.95

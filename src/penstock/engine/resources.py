@@ -283,7 +283,7 @@ def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, pr
     progress.check(commits.resumed, f"the last commit in {path}")
     for group in groups:
         group.detach(commits.arrays.dtype, commits.arrays.device)
-    buffers.read(commits.read_buffer)
+    buffers.read(commits.slots.read)
     progress.adopt(commits.resumed)
     log.warning("continuing the store in %s from step %d", path, progress.step)
 

@@ -16,11 +16,6 @@ _KINDS: dict[type[torch.optim.Optimizer], type[OptimizerSpec]] = {
     torch.optim.Adam: Adam,
     torch.optim.SGD: SGD,
 }
-_TAKEN = {
-    AdamW: {"lr", "betas", "eps", "weight_decay"},
-    Adam: {"lr", "betas", "eps", "weight_decay"},
-    SGD: {"lr", "momentum", "weight_decay", "nesterov"},
-}
 HOW = frozenset({"foreach", "fused"})
 """Settings of a param group that are ways to compute the same thing: the engine has its own."""
 _OFF: dict[str, Any] = {
@@ -47,7 +42,7 @@ def spec_of(
     off = _OFF | {_DECOUPLED: kind is torch.optim.AdamW}
     taken: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in _TAKEN[mine]:
+        if key in mine.group_keys:
             taken[key] = tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
         elif key not in HOW and (key not in off or value != off[key]):
             raise ConfigError(f"{kind.__name__}({key}={value!r}) cannot be honoured by the engine: leave it out")

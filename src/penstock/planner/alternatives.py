@@ -151,5 +151,5 @@ def _estimated(question: Question, like: Settings) -> tuple[Settings, float, flo
 
 def _held_bytes(request: Request, settings: Settings) -> int:
     found = request.provision(settings)
-    uses = ((g, use) for g in found.streamed() for use in range(len(request.route.uses[g])))
+    uses = ((g, use) for g in found.streamed for use in range(len(request.route.uses[g])))
     return sum(found.held_count(g, use) for g, use in uses) * settings.chunk * found.widest_gradient

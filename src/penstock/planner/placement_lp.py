@@ -49,7 +49,7 @@ from penstock.planner.phase_costs import PhaseCosts, Prices, columns
 from penstock.planner.request import Request
 from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.lower.provision import Provision
-from penstock.schedule.place import FP32, Placement, Settings, home_of_weights, trained_chunks
+from penstock.schedule.place import FP32, Settings, home_of_weights, trained_chunks
 from penstock.sim.costs import Costs
 
 Waits = Literal["host", "disk"]
@@ -122,7 +122,6 @@ class PlacementLP:
         self.base = base_placement(request)
         self._bases: dict[tuple[Tier, Waits], Sizes] = {}
         self._lowest: dict[tuple[Tier, Waits], Sizes] = {}
-        self._waiting: dict[Home, bool] = {}
         self.budget: Sizes = np.array(
             [request.budget.device_bytes, request.budget.host_bytes, np.inf if disk_free is None else disk_free],
             dtype=np.float64,
@@ -186,19 +185,12 @@ class PlacementLP:
     def _uses_held(self, g: int, home: Home, gradients: Waits) -> float:
         """The number of gradients of a group that are held in host memory: one for each stage that uses it, or a share;
         or as many sums of strands as there are of that."""
-        provision, late, waits = self._provisions[gradients], self.loads.late(g), self._waits(home)
+        provision, late, waits = self._provisions[gradients], self.loads.late(g), self.s.waits_with(home[1])
         return sum(
             (late * provision.held(g, use, waits=True) + (1 - late) * provision.held(g, use, waits=waits))
             * provision.sums(g, use)
             for use in range(len(self.request.route.uses[g]))
         )
-
-    def _waits(self, home: Home) -> bool:
-        """``Settings.waits`` of a group with this home."""
-        if home not in self._waiting:
-            alone = Placement(weights=home[:1], state=home[1:], gradients="host", activations="device")
-            self._waiting[home] = replace(self.s, place=alone).waits(0)
-        return self._waiting[home]
 
     @cached_property
     def _provisions(self) -> dict[Waits, Provision]:

@@ -17,14 +17,27 @@ class Plan:
     program: Program
     settings: Settings
     schedule: Schedule
-    state_bytes: int
-    """weights, fp32 gradients and optimizer state of the whole model"""
-    disk_bytes: int
 
-    @property
+    @cached_property
     def snapshot_bytes(self) -> int:
         """Weights and optimizer state of the whole model, wherever they are at home: what one slot holds."""
-        return self.state_bytes - sum(group.trainable for group in self.program.groups) * FP32
+        form = self.settings.form
+        return sum(group.numel * form.weight_bytes + form.state_bytes(group) for group in self.program.groups)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Weights, fp32 gradients and optimizer state of the whole model."""
+        return self.snapshot_bytes + sum(group.trainable for group in self.program.groups) * FP32
+
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Weights and optimizer state whose home is on disk."""
+        place, form = self.settings.place, self.settings.form
+        return sum(
+            group.numel * form.weight_bytes * (place.home(group) == "disk")
+            + form.state_bytes(group) * (place.state[group.index] == "disk")
+            for group in self.program.groups
+        )
 
     @cached_property
     def graphs_kept(self) -> int:

@@ -18,7 +18,6 @@ from penstock.schedule.ir.ops import Schedule, peak_bytes
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.fixed import Fixed, fixed_bytes
 from penstock.schedule.lower.graphs import all_graphs
-from penstock.schedule.lower.pools import STAGED, in_depth
 from penstock.schedule.lower.provision import Provision, narrow_groups
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.seat import Seat, streaming_seat
@@ -207,14 +206,6 @@ class Request(StreamConfig):
         stored = sum(page_up(array.nbytes) for array in arrays(self.program, form))
         return self.budget.slots * stored + 2 * checksum_bytes(groups, form, self.budget.slots)
 
-    def disk_bytes(self, place: Placement) -> int:
-        """Bytes of weights and state whose home is on disk."""
-        return sum(
-            (g.numel * self.form.weight_bytes * (place.home(g) == "disk"))
-            + self.form.state_bytes(g) * (place.state[g.index] == "disk")
-            for g in self.program.groups
-        )
-
     def roomiest(self, settings: Settings) -> Settings:
         """The settings with as many graphs of calls on the device, from their forwards to their backwards, as the
         budget has room for: their blocks need not be computed again. Then as many inputs of the last block: they need
@@ -257,16 +248,8 @@ class Request(StreamConfig):
     def plan(self, settings: Settings, schedule: Schedule | None = None) -> Plan:
         """The plan with these settings; whether it fits is the caller's to know. ``schedule``: the user's own, which
         the settings describe; None: the one that is built from them."""
-        trained = sum(g.trainable for g in self.program.groups)
-        total = sum(g.numel for g in self.program.groups)
-        state = sum(self.form.state_bytes(g) for g in self.program.groups)
-        return Plan(
-            program=self.program,
-            settings=settings,
-            schedule=self.build(settings) if schedule is None else schedule,
-            state_bytes=total * self.form.weight_bytes + trained * FP32 + state,
-            disk_bytes=self.disk_bytes(settings.place),
-        )
+        built = self.build(settings) if schedule is None else schedule
+        return Plan(program=self.program, settings=settings, schedule=built)
 
     def fixed(self, place: Placement, at_once: int | None = None) -> Fixed:
         """(tier, what, bytes) that the whole step holds besides its pools. ``at_once``: micro-batches under way at the
@@ -292,12 +275,8 @@ def _route(program: Program, micro_batches: int, order: Family, *, train: bool) 
 
 @lru_cache(maxsize=4096)
 def _pooled(route: Route, settings: Settings, seat: Seat) -> tuple[int, int]:
-    """Bytes of the pools of device and host. The advice on other machines and budgets asks for the same ones again; and
-    a search for depths that fit asks for many that differ in what is staged alone."""
-    depths = settings.depths
-    unstaged = replace(depths, **dict.fromkeys(STAGED.values(), 1))
-    sized = _provision(route, replace(settings, depths=unstaged), seat).pools.values()
-    pools = [in_depth(pool, depths) for pool in sized]
+    """Bytes of the pools of device and host: the advice on other machines and budgets asks for the same ones again."""
+    pools = _provision(route, settings, seat).pools.values()
     return peak_bytes(pools, (), "device"), peak_bytes(pools, (), "host")
 
 

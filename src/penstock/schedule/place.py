@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Literal
 
-from penstock.config import GradDtype, Precision, Tier, ZeroStage
+from penstock.config import TIERS, GradDtype, Precision, Tier, ZeroStage
 from penstock.config.optimizer import Moments, Orthogonal
 from penstock.schedule.program import ALIGN, GroupSpec, Program
 
@@ -215,10 +215,8 @@ class Format:
     @staticmethod
     def of(precision: Precision, moments: int, form: Moments = "fp32", whole: Orthogonal | None = None) -> "Format":
         """The format of a precision, with so many moments."""
-        if precision == "fp32":
-            return Format(weight_bytes=4, rest_bytes=0, moments=moments, form=form, whole=whole)
-        rest: Literal[2, 4] = 2 if precision == "bf16" else 4
-        return Format(weight_bytes=2, rest_bytes=rest, moments=moments, form=form, whole=whole)
+        weight_bytes, rest_bytes = _WIDTHS[precision]
+        return Format(weight_bytes=weight_bytes, rest_bytes=rest_bytes, moments=moments, form=form, whole=whole)
 
     @property
     def is_compact(self) -> bool:
@@ -287,17 +285,17 @@ class Format:
         return gradient + self.weight_bytes * (1 + self.steps_weights) + 2 * self.per_element
 
 
+_WIDTHS: Mapping[Precision, tuple[Literal[2, 4], Literal[0, 2, 4]]] = {"fp32": (4, 0), "bf16": (2, 2), "fp16": (2, 4)}
+"""Bytes of an element of weights, and of the rest of the master copy, in each precision."""
 MOMENT_BYTES: Mapping[Moments, int] = {"fp32": FP32, "bf16": BF16, "int8": 1}
 """Bytes of one number of a moment in each form."""
 SCALED, SCALE_BYTES = 32, 2
 """Numbers of a moment in 8 bits that share a scale, and bytes of one (``optim.codes``)."""
 
-_BELOW: Mapping[Tier, int] = {"device": 0, "host": 1, "disk": 2}
-
 
 def home_of_weights(weights: Tier, state: Tier) -> Tier:
     """The tier that has the weights of a trained group as a step leaves them: the lower one."""
-    return max(weights, state, key=_BELOW.__getitem__)
+    return max(weights, state, key=TIERS.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,4 +408,8 @@ class Settings:
 
     def waits(self, group: int) -> bool:
         """True if a group's optimizer step waits for the global gradient norm."""
-        return self.wait and not (self.speculate and self.place.all_on_disk(group))
+        return self.waits_with(self.place.state[group])
+
+    def waits_with(self, state: Tier) -> bool:
+        """The same of a group with its state on a tier."""
+        return self.wait and not (self.speculate and state == "disk")

@@ -73,8 +73,10 @@ class StateArrays:
         self.device = device
         self.store = store
         self.slots = slots
-        self.parts = {part.name: part for group in groups for part in parts_of(group, form, dtype)}
-        self._names = {g.index: [part.name for part in parts_of(g, form, dtype)] for g in groups}
+        self.of_group = {group.index: parts_of(group, form, dtype) for group in groups}
+        """a group's arrays, weights first"""
+        self.parts = {part.name: part for own in self.of_group.values() for part in own}
+        self._trained = [part.name for group in groups if group.trainable for part in self.of_group[group.index]]
         self._copies: dict[int, _Copy] = {}
         """group -> the copy of its weights that stages find above their home"""
         self.background: Changes | None = None
@@ -147,7 +149,7 @@ class StateArrays:
 
     def parts_of_state(self, g: int) -> tuple[str, ...]:
         """The arrays of a group besides its weights."""
-        return tuple(self._names[g][1:])
+        return tuple(part.name for part in self.of_group[g][1:])
 
     def parts_of_momentum(self, g: int) -> tuple[str, ...]:
         """The arrays of a group of matrices that its steps do not take: its momentum, and the scales of that; of others
@@ -194,7 +196,7 @@ class StateArrays:
         if late:
             self._late.add(g)
         else:
-            self._changed.update(name for name in self._names[g] if name in self._arrays)
+            self._changed.update(part.name for part in self.of_group[g] if part.name in self._arrays)
             if g in self._copies:
                 self._renewed.add(g)
 
@@ -235,7 +237,14 @@ class StateArrays:
         Raises:
             StoreError: the drive failed. What is read is what was read before.
         """
-        self._complete(self._written(late), late)
+        lacking = {
+            name: later for name in self._written(late) if self.slots.lacks(name, later := self._late_bytes(name, late))
+        }
+        if not lacking:
+            return
+        with self.bounce() as bounce:
+            for name, later in lacking.items():
+                self.slots.complete(name, numpy_bytes(bounce), later)
 
     def flip_step(self, late: Late, reached: Collection[int]) -> None:
         """A step counts: arrays on disk that it has written, or leaves to the next one, are read from there, and the
@@ -252,8 +261,7 @@ class StateArrays:
 
     def _trained_on_disk(self) -> list[str]:
         """Arrays on disk that a step may write."""
-        trained = {g.index for g in self.groups if g.trainable}
-        return [name for name, part in self.parts.items() if part.group in trained and self.tier_of(name) == "disk"]
+        return [name for name in self._trained if self.tier_of(name) == "disk"]
 
     def _written(self, late: Late) -> list[str]:
         """Arrays on disk that a step has written some of, or leaves to the next one."""
@@ -265,14 +273,6 @@ class StateArrays:
         part = self.parts[name]
         size, own = part.dtype.itemsize, [part.own(r.start, len(r)) for r in late.get(part.group, ())]
         return [range(r.start * size, r.stop * size) for r in own]
-
-    def _complete(self, names: Sequence[str], late: Late) -> None:
-        lacking = {name: later for name in names if self.slots.lacks(name, later := self._late_bytes(name, late))}
-        if not lacking:
-            return
-        with self.bounce() as bounce:
-            for name, later in lacking.items():
-                self.slots.complete(name, numpy_bytes(bounce), later)
 
     def is_kept(self, part: Part) -> bool:
         """True if a commit of what is in memory finds all of an array on disk already: no step changes any of it."""
@@ -296,14 +296,13 @@ class StateArrays:
     def about_to_change(self, g: int, start: int, numel: int) -> None:
         """Elements of a group's arrays are about to be changed: what is written in the background comes first."""
         if self.background is not None:
-            for part in parts_of(self.groups[g], self.form, self.dtype):
+            for part in self.of_group[g]:
                 own = part.own(start, numel)
                 self.background.before_change(part.name, own.start, own.stop - own.start)
 
     def state_on_disk(self) -> bool:
         """True if all that is trained is at home on disk."""
-        trained = {g.index for g in self.groups if g.trainable}
-        return all(part.group not in trained or self.tier_of(name) == "disk" for name, part in self.parts.items())
+        return all(self.tier_of(name) == "disk" for name in self._trained)
 
     def any_state_on_disk(self) -> bool:
         """True if any array that a step changes lives on disk."""
@@ -335,7 +334,7 @@ class StateArrays:
         wanted: dict[str, Tier] = {}
         copied: dict[int, Tier] = {}
         for group in (group for group in self.groups if group.numel):
-            first, *state = parts_of(group, self.form, self.dtype)
+            first, *state = self.of_group[group.index]
             wanted[first.name] = place.home(group)
             if place.copied(group):
                 copied[group.index] = place.weights[group.index]

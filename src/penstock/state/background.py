@@ -26,7 +26,6 @@ import torch
 
 from penstock import accelerator
 from penstock.state.arrays import StateArrays
-from penstock.state.layout import parts_of
 from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
 from penstock.state.numa import near
 
@@ -145,12 +144,10 @@ class Background:
         """All pieces in memory that are not on disk as they are: group by group in their order, and in a group as
         chunks change, range by range."""
         arrays, cut = self._arrays, []
-        groups = {group.index: group for group in arrays.groups}
-        for g in dict.fromkeys((*order, *groups)):
-            parts = parts_of(groups[g], arrays.form, arrays.dtype)
+        for g in dict.fromkeys((*order, *arrays.of_group)):
             mine = [
                 _Piece(name=part.name, start=start, numel=view.numel())
-                for part in parts
+                for part in arrays.of_group[g]
                 if arrays.tier_of(part.name) != "disk" and not arrays.is_kept(part)
                 for start, view in arrays.pieces(part.name, self._bounce.bytes)
             ]

@@ -199,10 +199,6 @@ class Commits:
         for whoever waits for it to raise: all ranks wait at the same places, and there it ends the others."""
         self._record(progress, self._beside, whole=True)
 
-    def read_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
-        """Fill ``pages`` with those of a model's buffer."""
-        self.slots.read(name, offset, pages)
-
     def _write_buffer(self, name: str, offset: int, pages: NDArray[np.uint8]) -> None:
         """Write a model's buffer: all of it at once."""
         assert offset == 0

@@ -24,7 +24,7 @@ from penstock.state.buffers import Buffers
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
 from penstock.state.layout import parts_of
 from penstock.state.memory import numpy_bytes
-from penstock.state.parts import form_of, found_in, groups_of, share_of
+from penstock.state.parts import form_of, found_in, groups_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described
 from penstock.state.splits import as_known, require_splits
@@ -222,10 +222,9 @@ class _CutAnew:
     def __init__(self, readers: Sequence[SnapshotReader], share: Share) -> None:
         """``readers``: of its parts, by rank. ``share``: what is to be read."""
         self.meta = readers[0].meta
-        self._readers = readers
+        self._read_buffer = readers[0].read
         self._rank = share.number
         model = self.meta["model"]
-        self._had = share_of(model, 0)
         form, dtype = form_of(model), DTYPES[model["precision"]]
         self._groups = {group.index: group for group in groups_of(model)}
         self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[self._rank])]
@@ -235,17 +234,12 @@ class _CutAnew:
     def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
         part = self._parts.get(name)
         if part is None:  # a buffer, which is the same on all
-            self._readers[0].read(name, offset, buffer)
+            self._read_buffer(name, offset, buffer)
             return
         size, group, per = part.dtype.itemsize, self._groups[part.group], part.per
         found = found_in(group, self._own[part.group], part, self._rank, offset // size, buffer.size // size)
         buffer[found.numel // per * size :] = 0
-        if per > 1:  # of scales, of which ranks have less than whole pages
-            self._saved.fetch((name,), found.start, torch.from_numpy(buffer).view(part.dtype)[: found.numel // per])
-            return
-        for piece in self._had.pieces(group, found.start, found.numel):
-            into = buffer[piece.first // per * size : (piece.first + piece.numel) // per * size]
-            self._readers[piece.rank].read(name, piece.start // per * size, into)
+        self._saved.fetch((name,), found.start, torch.from_numpy(buffer).view(part.dtype)[: found.numel // per])
 
 
 class _Converted:

@@ -11,8 +11,9 @@ from penstock.schedule.ir.references import Buffer, OpId, VisitId, visit
 
 def check_op_ids(schedule: Schedule, clocks: Clocks) -> None:
     """Rules 6 and 7; raises ScheduleError."""
-    left = left_buffers(schedule, clocks)
-    _check_homes(schedule, clocks, left)
+    left, late = left_buffers(schedule, clocks), late_chunks(schedule, clocks)
+    _check_homes(schedule, clocks, left, late)
+    _check_commit(schedule, clocks, late)
     order = _Order(schedule, left)
     for op in schedule.ops:
         for other in order.before(op) if op.id.kind in _ORDERED else ():
@@ -22,8 +23,9 @@ def check_op_ids(schedule: Schedule, clocks: Clocks) -> None:
 # ---- rule 6: what lies outside the pools
 
 
-def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
-    """Rule 6. ``left``: buffers with gradients that the step before has left.
+def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer], late: frozenset[ChunkAt]) -> None:
+    """Rule 6, but for the commit. ``left``: buffers with gradients that the step before has left; ``late``: chunks that
+    are stepped with them.
 
     An optimizer step whose gradient the step before has left (in a carried buffer, or on disk: read there before this
     step's own is written) is that step's own: its new weights come before all who read them here, and its norm was the
@@ -36,7 +38,7 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
             readers[chunk_of(op)].append(op)
         elif op.id.kind in ("NG", "ND"):
             parts.append(op)
-    norm, late = schedule.by_id.get("NORM"), late_chunks(schedule, clocks)
+    norm = schedule.by_id.get("NORM")
     for op in schedule.ops:
         ident, needs = op.id, list[Op]()
         if ident.kind in ("OP", "OD"):
@@ -52,13 +54,12 @@ def _check_homes(schedule: Schedule, clocks: Clocks, left: set[Buffer]) -> None:
         elif ident.kind == "NORM":
             needs = parts
         elif ident.kind in ("RG", "RC"):
-            writer = schedule.by_id.get(_written(op))
+            writer = schedule.by_id.get(ident.of("WG" if ident.kind == "RG" else "WC"))
             if writer is None:
                 raise ScheduleError(f"use before load: op {op.id} reads what no op has written to disk", op=op.id)
             needs = [] if left.intersection(op.writes) else [writer]
         for other in needs:
             _check_after(other, op, clocks)
-    _check_commit(schedule, clocks)
 
 
 def _speculates(schedule: Schedule, step: Op) -> bool:
@@ -67,10 +68,9 @@ def _speculates(schedule: Schedule, step: Op) -> bool:
     return schedule.speculative and any(step.id.of(kind) in schedule.by_id for kind in ("WS", "WW"))
 
 
-def _check_commit(schedule: Schedule, clocks: Clocks) -> None:
+def _check_commit(schedule: Schedule, clocks: Clocks, late: frozenset[ChunkAt]) -> None:
     """``CM`` comes after all that the step before has left is stepped and at home, and before anything of this step is
     written."""
-    late = late_chunks(schedule, clocks)
     commit = schedule.by_id.get("CM")
     for op in schedule.ops:
         if commit is not None and chunk_of(op) in late and op.id.kind in ("OP", "MU", "UN", "WS", "WM", "WW"):
@@ -86,11 +86,6 @@ def _check_commit(schedule: Schedule, clocks: Clocks) -> None:
 def _check_after(first: Op, second: Op, clocks: Clocks) -> None:
     if not clocks.before(first, second):
         raise refused(second, f"may run before {first.id}, which it has to come after")
-
-
-def _written(read: Op) -> OpId:
-    """The op that brings to disk what another reads from there: a gradient that waits, or a saved activation."""
-    return read.id.of("WG" if read.id.kind == "RG" else "WC")
 
 
 def _made(schedule: Schedule, step: Op, reader: Op) -> list[Op]:

@@ -54,13 +54,8 @@ def check_rules(schedule: Schedule, order: list[Op]) -> None:
 
 
 def check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
-    """Rules 2 to 5, which ask nothing of what ops mean. ``clocks``: of the ops in this order; raises ScheduleError."""
-    _check_buffers(schedule, order, clocks)
-    _check_pools(order, clocks)
-
-
-def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
-    """Rules 2 to 4. A buffer that is carried in was taken and written before, one that is carried on is kept."""
+    """Rules 2 to 5, which ask nothing of what ops mean. A buffer that is carried in was taken and written before, one
+    that is carried on is kept. ``clocks``: of the ops in this order; raises ScheduleError."""
     touched: dict[Buffer, list[Op]] = defaultdict(list)
     carried = {name for name, _, _ in schedule.carried}
     taker: dict[Buffer, Op] = {}
@@ -85,6 +80,7 @@ def _check_buffers(schedule: Schedule, order: list[Op], clocks: Clocks) -> None:
         ops = touched.get(name, [])
         _check_life(name, taker.get(name), giver.get(name), ops, clocks)
         _check_races(name, taker.get(name), ops, clocks)
+    _check_pools(order, clocks)
 
 
 def _check_life(name: Buffer, first: Op | None, last: Op | None, ops: list[Op], clocks: Clocks) -> None:

@@ -4,6 +4,7 @@ A saved activation leaves the device after the next stage has read it, and comes
 unless the plan has it stay there, or the graph of the call that it goes into is kept.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from penstock.schedule.lower.graphs import GRAPHS, kept_graphs
 from penstock.schedule.lower.pools import staged
 from penstock.schedule.lower.route import Route
 from penstock.schedule.lower.stay import Stay
-from penstock.schedule.lower.under_way import UnderWay, under_way
+from penstock.schedule.lower.under_way import under_way
 from penstock.schedule.place import Settings, page_up
 
 RECEIVED = "received"
@@ -68,35 +69,47 @@ class ActivationProvision:
         What comes back is written on another stream, for which the allocator would take other memory: it has buffers of
         its own, for the micro-batches under way and one on its way.
         """
-        stages, at_once = self.route.program.stages, self.route.at_once
+        stages, most = self.route.program.stages, self._most
         bodies = stages[:-1]
         size = max(s.activation for s in bodies)
-        stay = self.s.train and self.s.place.activations == "device"
         if size:
-            gradient = self.s.train and any(s.gradient for s in bodies)
-            count = self._put_out(stay=stay) + (gradient and self._in_turn is None)
-            yield Pool(name="activations", tier="device", size=size, count=count, backed=False)
-            if received := self._received(stay=stay):
-                yield Pool(name=RECEIVED, tier="device", size=size, count=received, backed=False)
+            yield Pool(name="activations", tier="device", size=size, count=most["put_out"], backed=False)
+            if most["received"]:
+                yield Pool(name=RECEIVED, tier="device", size=size, count=most["received"], backed=False)
         for i, nbytes in enumerate(self._graph_sizes):
             count = sum(n for k, n in self.graphs.items() if stages[k].graph == nbytes)
             yield Pool(name=f"{GRAPHS}.{i}", tier="device", size=nbytes, count=count, backed=False)
-        if self._in_turn is not None and self._in_turn.most["split"]:
+        if most["split"]:
             held = max(stage.split or 0 for stage in bodies if self.route.program.has(stage.index))
-            yield Pool(name=SPLIT, tier="device", size=held, count=self._in_turn.most["split"], backed=False)
-        if self._away:
-            count = at_once if self._in_turn is None else self._in_turn.most["restored"]
-            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=min(count + 1, self._leave))
-        if self._away and self.s.place.activations == "disk":
-            for name in ("saved_activations_out", "saved_activations_in"):
-                yield staged(name, page_up(size), self.s.depths)
+            yield Pool(name=SPLIT, tier="device", size=held, count=most["split"], backed=False)
+        if most["away"]:
+            yield Pool(name=RESTORED, tier="device", size=page_up(size), count=most["restored"])
+            if self.s.place.activations == "disk":
+                for name in ("saved_activations_out", "saved_activations_in"):
+                    yield staged(name, page_up(size), self.s.depths)
+
+    @cached_property
+    def _most(self) -> Counter[str]:
+        """The buffers for each place of an activation, as in ``UnderWay.most``: counted on the walk where forwards and
+        backwards take turns. Elsewhere most are away in the end of the forward."""
+        stages = self.route.program.stages
+        if self.route.takes_turns:
+            found = under_way(self.route, frozenset(k for k in range(len(stages)) if self.leaving(k, (0,))))
+            most, left = Counter(found.most), found.left
+            most["put_out"] += self.s.depths.inputs
+        else:
+            left = sum(len(self.leaving(k, range(self.route.at_once))) for k in range(len(stages)))
+            gradient = self.s.train and any(s.gradient for s in stages[:-1])
+            stay = self.s.train and self.s.place.activations == "device"
+            put_out, received = self._put_out(stay=stay) + gradient, self._received(stay=stay)
+            most = Counter(put_out=put_out, received=received, restored=self.route.at_once, away=left)
+        most["restored"] = min(most["restored"] + 1, left)
+        return most
 
     def _put_out(self, *, stay: bool) -> int:
         """Buffers of saved activations that this rank's stages put out. What is sent to another rank is gone once it is
         there. ``stay``: the others are on the device until their backward, as inputs of calls with a graph are."""
         program, at_once = self.route.program, self.route.at_once
-        if self._in_turn is not None:
-            return self._in_turn.most["put_out"] + self.s.depths.inputs
         with_graph = {k - 1: n for k, n in self.graphs.items() if program.stages[k - 1].activation}
         filled = [stage.index for stage in program.stages[:-1] if stage.activation]  # others' outputs stay, as ``kept``
         if program.dealt is None:
@@ -114,8 +127,6 @@ class ActivationProvision:
         dealt = program.dealt
         if dealt is None:
             return 0
-        if self._in_turn is not None:
-            return self._in_turn.most["received"]
         last = len(program.stages) - 2
         stages = program.stages
         inputs = [k for k in range(1, last + 1) if dealt.has(k) and dealt.crosses(k - 1) and stages[k - 1].activation]
@@ -128,30 +139,9 @@ class ActivationProvision:
             kept = 0
         return kept + at_once
 
-    @cached_property
-    def _in_turn(self) -> UnderWay | None:
-        """The activations of a walk on which forwards and backwards take turns; None: it is no such walk."""
-        if not self.route.takes_turns:
-            return None
-        stages = range(len(self.route.program.stages))
-        return under_way(self.route, frozenset(k for k in stages if self.leaving(k, (0,))))
-
-    @cached_property
-    def _leave(self) -> int:
-        """The number of saved activations that leave the device in a step."""
-        return self._away if self._in_turn is None else self._in_turn.left
-
-    @cached_property
-    def _away(self) -> int:
-        """The most saved activations that are off the device at once: in the end of the forward, if that is one."""
-        if self._in_turn is not None:
-            return self._in_turn.most["away"]
-        everyone = range(self.route.at_once)
-        return sum(len(self.leaving(k, everyone)) for k in range(len(self.route.program.stages)))
-
     def on_host(self, name: str) -> Iterator[Pool]:
         """The pool of those that are away in host memory, if any are."""
         bodies = self.route.program.stages[:-1]
-        if self._away and self.s.place.activations == "host":
+        if self._most["away"] and self.s.place.activations == "host":
             size = max(s.activation for s in bodies)
-            yield Pool(name=name, tier="host", size=page_up(size), count=self._away)
+            yield Pool(name=name, tier="host", size=page_up(size), count=self._most["away"])

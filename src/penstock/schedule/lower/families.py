@@ -92,11 +92,15 @@ def _sharded(summary: str, sharding: Sharding, habits: Habits = NONE) -> Schedul
     return ScheduleFamily(summary=summary, lower=lambda request: replicated(request, sharding, habits), options=options)
 
 
-def _pipeline(summary: str, order: Order, sharding: Sharding = _WHOLE, habits: Habits = NONE) -> ScheduleFamily:
+def _pipeline(
+    summary: str, order: Order, sharding: Sharding = _WHOLE, habits: Habits = NONE, *, at_once: bool = False
+) -> ScheduleFamily:
     """One stage to a rank."""
-    return ScheduleFamily(
-        summary=summary, lower=lambda request: pipeline(request, spread(request, 1), order, sharding, habits)
-    )
+
+    def lower(request: FamilyRequest) -> World:
+        return pipeline(request, spread(request, 1), order, sharding, habits, at_once=at_once)
+
+    return ScheduleFamily(summary=summary, lower=lower)
 
 
 def _looped(summary: str, order: Order, *, in_rounds: bool) -> ScheduleFamily:
@@ -111,10 +115,6 @@ def _looped(summary: str, order: Order, *, in_rounds: bool) -> ScheduleFamily:
         return pipeline(request, spread(request, request.virtual_stages or 2), order, _WHOLE)
 
     return ScheduleFamily(summary=summary, lower=lower, options=frozenset({"virtual_stages"}))
-
-
-def _all_at_once(request: FamilyRequest) -> World:
-    return pipeline(request, spread(request, 1), orders.looped_bfs, _APART, _FLUSH, at_once=True)
 
 
 def _zero_bubble(request: FamilyRequest) -> World:
@@ -172,7 +172,9 @@ FAMILIES: dict[str, ScheduleFamily] = {
     "zero1": _sharded("ZeRO-1: the optimizer's state is sharded", Sharding(state=True, reduce="scatter-late")),
     "zero2": _sharded("ZeRO-2: state and gradients are sharded", Sharding(state=True, reduce="scatter-early")),
     "fsdp": _sharded("ZeRO-3: state, gradients and weights are sharded", FULLY, Habits(late="all")),
-    "pipeline": ScheduleFamily(summary="a stage to a rank, all micro-batches at once", lower=_all_at_once),
+    "pipeline": _pipeline(
+        "a stage to a rank, all micro-batches at once", orders.looped_bfs, _APART, _FLUSH, at_once=True
+    ),
     "gpipe": _pipeline("a stage to a rank: all forwards, then all backwards", orders.looped_bfs, _APART, _FLUSH),
     "1f1b": _pipeline("one forward, one backward in turn: fewer micro-batches in flight", orders.interleaved),
     "interleaved-1f1b": _looped(

@@ -20,7 +20,6 @@ GRAPHS = "graphs"
 """The pools of what graphs of calls hold until their backward, one for each size: blocks may be far from alike."""
 
 
-@lru_cache(maxsize=4096)
 def kept_graphs(route: Route, buffers: int) -> Mapping[int, int]:
     """Stage -> the number of its micro-batches under way whose graphs are kept, the last ones, in so many buffers."""
     found: dict[int, int] = {}

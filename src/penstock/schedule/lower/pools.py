@@ -1,7 +1,6 @@
 """Pools of a step: their names, and the sizes and depths that follow from nothing but a chunk and the ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from penstock.schedule.ir.ops import Pool
 from penstock.schedule.lower.seat import Seat
@@ -49,15 +48,7 @@ STAGED: Mapping[str, str] = {
     "saved_activations_out": "activations",
     "saved_activations_in": "activations",
 }
-"""Pools on the host that have as many buffers as a field of ``Depths`` says, on which nothing else depends; but for
-kept weights, of which there are so many more than are needed."""
-
-
-def in_depth(pool: Pool, depths: Depths) -> Pool:
-    """The pool with other depths of what is staged, if it is sized for one buffer of each."""
-    if pool.name == KEPT:
-        return replace(pool, count=pool.count - 1 + depths.stage_out)
-    return staged(pool.name, pool.size, depths) if pool.name in STAGED else pool
+"""Pools on the host that have as many buffers as a field of ``Depths`` says."""
 
 
 def staged(name: str, size: int, depths: Depths) -> Pool:

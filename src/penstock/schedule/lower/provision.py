@@ -14,7 +14,7 @@ where they are: their old values are of no use while a step is delayed, but that
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -101,27 +101,19 @@ class Provision:
         """Bytes of a group's gradient on the device, before each rank has its part of the sum."""
         return self.seat.parts * self._groups[g].trainable * FP32
 
-    @property
-    def all_parts(self) -> int:
-        """Bytes of a chunk of a gradient of every rank's part."""
-        return self.seat.parts * self.s.chunk * FP32
-
     def moves(self, g: int) -> bool:
         """True if a group's weights are brought to the device, or put together there, for each visit."""
         return self.s.place.weights[g] != "device"
 
-    def streamed(self) -> Sequence[int]:
-        """Trainable groups that step in host memory: their gradients go down."""
-        return self._streamed
-
     @cached_property
-    def _streamed(self) -> tuple[int, ...]:
+    def streamed(self) -> tuple[int, ...]:
+        """Trainable groups that step in host memory: their gradients go down."""
         return tuple(g for g in self.route.gradient_visits if self.s.place.state[g] != "device")
 
     @cached_property
     def _uses(self) -> tuple[tuple[int, int], ...]:
         """(group, use) of each gradient that goes down."""
-        return tuple((g, use) for g in self._streamed for use in range(len(self.route.uses[g])))
+        return tuple((g, use) for g in self.streamed for use in range(len(self.route.uses[g])))
 
     def gradient_bytes(self, g: int) -> int:
         """Bytes of an element of a group's gradient on the host and on disk."""
@@ -130,7 +122,7 @@ class Provision:
     @cached_property
     def widest_gradient(self) -> int:
         """Bytes of the largest element of a gradient on the host. All host buffers of gradients have room for it."""
-        return max(map(self.gradient_bytes, self.streamed()), default=FP32)
+        return max(map(self.gradient_bytes, self.streamed), default=FP32)
 
     def held(self, g: int, use: int, *, waits: bool) -> bool:
         """True if the host gradient of a group's ``use``-th stage outlives the visit that makes it.
@@ -170,14 +162,10 @@ class Provision:
     def _most_sums(self) -> int:
         return most_sums(self.s.micro_batches, self.s.strands, staged=True)
 
-    @cached_property
-    def _trained(self) -> tuple[int, ...]:
-        """``_trained_counts``, which only groups that stream have: layers are not cut into chunks."""
-        return _trained_counts(self.route, self.s.chunk)
-
     def trained_count(self, g: int) -> int:
-        """Number of chunks of a group that are stepped; they come first."""
-        return self._trained[g]
+        """Number of chunks of a group that are stepped; they come first. Only groups that stream have any: layers
+        are not cut into chunks."""
+        return _trained_counts(self.route, self.s.chunk)[g]
 
     def held_count(self, g: int, use: int) -> int:
         """The number of buffers that are held for chunks of a group's gradient of its ``use``-th stage."""
@@ -193,7 +181,7 @@ class Provision:
             return {}
         delayed: dict[int, frozenset[int]] = {}
         first, so_far, last = 0, 0, self.route.program.last_stepped
-        for g in sorted(self.streamed()):
+        for g in sorted(self.streamed):
             count = self.trained_count(g)
             if g in last:
                 delayed[g] = frozenset(range(count))
@@ -211,7 +199,7 @@ class Provision:
     def _on_time(self) -> dict[int, int]:
         """By group, the chunks that step on the host within this step's backward; groups that wait are left out."""
         within = self.seat.steps == "within"
-        groups = (g for g in self.streamed() if within and not self.s.waits(g))
+        groups = (g for g in self.streamed if within and not self.s.waits(g))
         return {g: self.trained_count(g) - len(self.delayed.get(g, ())) for g in groups}
 
     def state_passes(self, g: int, numel: int) -> bool:
@@ -334,7 +322,7 @@ class Provision:
         """Shared by size class; a group that steps on the device has a buffer of its own. With several ranks, of each
         chunk what is sent and received, and the sum: one goes down while one is made, or is added up on each of two
         levels."""
-        part = {g: self._groups[g].trainable * FP32 for g in self.streamed()}
+        part = {g: self._groups[g].trainable * FP32 for g in self.streamed}
         sizes = tuple((g, self.whole_gradient(g)) for g in part)
         of_visit = self.device_sums if self.route.together == self.s.micro_batches else 1
         for pool, members in _by_class(self.route, "gradients", sizes, self.s.depths.gradients, of_visit):
@@ -368,7 +356,7 @@ class Provision:
     def _staging(self) -> Iterator[Pool]:
         """Host chunks on their way between disk, device and optimizer, and gradients that wait on the host."""
         place, form, route = self.s.place, self.s.form, self.route
-        streamed, uses = self._streamed, self._uses
+        streamed, uses = self.streamed, self._uses
         on_disk = any(self._from_disk(g) for g in route.readers)
         summed, apart = [(g, use) for g, use in uses if self._summed(g, use)], self.sums_all_parts
         out = (summed and not apart) or any(self.held_count(g, use) < self.trained_count(g) for g, use in uses)
@@ -389,8 +377,9 @@ class Provision:
             yield from self._held("gradients_held")
         if summed and apart:
             count = sum(self.trained_count(g) for g, _ in summed) * self._most_sums
-            yield Pool(name=SUMS, tier="host", size=self.all_parts, count=count)
-            yield staged("sums_out", self.all_parts, self.s.depths)
+            of_all = self.seat.parts * self.s.chunk * FP32  # of a chunk of every rank's part
+            yield Pool(name=SUMS, tier="host", size=of_all, count=count)
+            yield staged("sums_out", of_all, self.s.depths)
         if self.kept:
             count = most_kept(route, self.s.depths.weights, self.kept, self._on_time) + self.s.depths.stage_out
             yield Pool(name=KEPT, tier="host", size=self.s.chunk * form.weight_bytes, count=count)
@@ -414,7 +403,7 @@ class Provision:
     def _updates(self) -> Iterator[Pool]:
         """Updates of matrices: chunks on the host, and on the device of as many groups as are there at once: those
         that step after one visit, or of those that come one after the other two."""
-        matrices = [g for g in self.streamed() if self._groups[g].whole]
+        matrices = [g for g in self.streamed if self._groups[g].whole]
         after = Counter(self.route.last_visit[g] for g in matrices)
         largest = max(self._groups[g].trainable for g in matrices) * BF16
         count = max(*after.values(), min(len(matrices), 2))

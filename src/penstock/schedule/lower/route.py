@@ -72,7 +72,6 @@ class Route:
         self.takes_turns = at_once is not None
         self.at_once = self.together if at_once is None else at_once
         self._reads: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._trained: dict[tuple[str, int], tuple[int, ...]] = {}
         self._stays: dict[tuple[int, bool], Stay] = {}
         self.last_visit: dict[int, int] = {}
         self.readers: dict[int, list[int]] = defaultdict(list)
@@ -136,12 +135,10 @@ class Route:
             self._reads[kind, stage] = tuple(g for g in found if groups[g].numel)
         return self._reads[kind, stage]
 
-    def trained(self, kind: str, stage: int) -> tuple[int, ...]:
+    def trained(self, kind: str, stage: int) -> list[int]:
         """Groups that a visit reads or makes gradients for and that are trained, in ascending order."""
-        if (kind, stage) not in self._trained:
-            met = {*self.reads(kind, stage), *self.gradients(kind, stage)}
-            self._trained[kind, stage] = tuple(sorted(met & self.gradient_visits.keys()))
-        return self._trained[kind, stage]
+        met = {*self.reads(kind, stage), *self.gradients(kind, stage)}
+        return sorted(met & self.gradient_visits.keys())
 
     def gradients(self, kind: str, stage: int) -> tuple[int, ...]:
         """Groups that a visit makes gradients for."""

@@ -48,36 +48,19 @@ class Stay:
         throughout: bool = False,
     ) -> None:
         """``at_once``: micro-batches under way. ``depth`` 0: nothing stays."""
-        self._program = program
-        self._reads = reads
-        self._at_once = at_once
-        self._depth = depth
-        self._throughout = throughout
-        self._keep(readers)
-
-    def leaving(self, stage: int, inputs: int) -> int:
-        """The number of micro-batches under way, the first ones, whose saved activation of a stage leaves the device
-        where saved activations do. None of the last block's does: they are used at once. ``inputs``: of the last block
-        that may stay.
-        """
-        stages = self._program.stages
-        if stage < 0 or not stages[stage].activation or stage > len(stages) - 3:
-            return 0
-        return max(self._at_once - inputs, 0) if stage == len(stages) - 3 else self._at_once
-
-    def _keep(self, readers: Mapping[int, Sequence[int]]) -> None:
-        reading = [v for v, groups in enumerate(self._reads) if groups]
+        self._stages, self._at_once = program.stages, at_once
+        reading = [v for v, groups in enumerate(reads) if groups]
         place = {v: n for n, v in enumerate(reading)}
         kept: set[tuple[int, int]] = set()
         """(group, visit) from which it stays until its next reader"""
         through: dict[int, tuple[int, int]] = {}
         """visit that reads others -> (group, visit) that stays through it"""
-        for g in sorted(readers, key=lambda g: (-self._program.groups[g].numel, g)):
+        for g in sorted(readers, key=lambda g: (-program.groups[g].numel, g)):
             for i, j in pairwise(readers[g]):
                 between = reading[place[i] + 1 : place[j]]
-                if self._throughout or (not between and self._depth):
+                if throughout or (not between and depth):
                     kept.add((g, i))
-                elif len(between) == 1 and self._depth > 1:
+                elif len(between) == 1 and depth > 1:
                     through.setdefault(between[0], (g, i))
         kept |= set(through.values())
         self.gives = {(g, i) for g, visits in readers.items() for i in visits} - kept
@@ -90,3 +73,13 @@ class Stay:
                     self.loads[g].append(i)
                 self.source[g, i] = self.loads[g][-1]
                 before = i
+
+    def leaving(self, stage: int, inputs: int) -> int:
+        """The number of micro-batches under way, the first ones, whose saved activation of a stage leaves the device
+        where saved activations do. None of the last block's does: they are used at once. ``inputs``: of the last block
+        that may stay.
+        """
+        stages = self._stages
+        if stage < 0 or not stages[stage].activation or stage > len(stages) - 3:
+            return 0
+        return max(self._at_once - inputs, 0) if stage == len(stages) - 3 else self._at_once
