@@ -191,7 +191,7 @@ def _exchanging(ranks: Ranks | None, numel: int, device: torch.device) -> Callab
 
 
 def _nothing() -> None:
-    """What a rank does that sends nothing."""
+    """A call of a rank that sends nothing."""
 
 
 def _size(ranks: Ranks, among: Ranks | None, device: torch.device) -> int:
