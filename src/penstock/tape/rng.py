@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 FORWARD = 0
 """``part`` of a stage's forward, and of its recomputation."""
@@ -143,7 +144,7 @@ _seeded: bytes | None = None
 
 def _numpy_memory() -> bytes | None:
     """The memory of numpy's global generator; None: it is of another kind than it usually is."""
-    generator = np.random.get_bit_generator()
+    generator = mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, _TWISTER)
