@@ -26,7 +26,7 @@ from penstock.doctor import device, disk, examine, mounts, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
 from penstock.hardware import system
-from penstock.hardware.machine import Machine, Sustained, load_machine, parse_machine
+from penstock.hardware.machine import Machine, Network, Sustained, load_machine, parse_machine
 from penstock.hardware.profiles import find_profile, profile_folder
 from penstock.schedule.program import ALIGN
 from penstock.store import packed
@@ -308,6 +308,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
         overhead=2e-5,
         interpreter=1e-5,
         dispatch=1.25e-5,
+        nic=Network(bandwidth=1.25e9, latency=1e-4),
         warnings=("something " * 30,),
     )
     text = describe(machine)
@@ -322,6 +323,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert " ".join(row) == "/mnt/a-rather-long-name/of/a/directory 5 3 4 + 2.5 500 GiB ssd, NUMA node 0"
     assert "0.099" in text
     assert "    cpu                              1.25x" in text
+    assert "  between                 GB/s each  collective\n    hosts                      1.25     0.10 ms\n" in text
     assert max(len(line) for line in text.splitlines()) <= 110
 
 

@@ -47,3 +47,9 @@ def test_what_is_written_by_others_than_torch_shows() -> None:
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()])
 def test_there_is_none_of_what_has_no_numbers_in_memory(tensor: torch.Tensor) -> None:
     assert fingerprint(tensor) == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(6), torch.ones(2, 3).T], ids=["in one piece", "turned"])
+def test_there_is_none_of_memory_that_was_given_back(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+    assert fingerprint(tensor) == 0

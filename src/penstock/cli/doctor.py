@@ -241,13 +241,12 @@ def _between(machine: Machine) -> Iterator[str]:
     """Rates of collectives between ranks, and between hosts, and how much these and the other lanes slow each other."""
     links: list[tuple[str, str, Network]] = [(f"{one.ranks} ranks", "net", one) for one in machine.between]
     links += [("hosts", "nic", machine.nic)] if machine.nic is not None else []
-    yield f"  {'between':<22}{'GB/s each':>11}{'collective':>12}   takes longer beside"
+    lanes = ("compute", "cpu", "h2d", "d2h") if machine.device.kind == "cpu" else ()  # of a GPU nobody has looked
+    yield f"  {'between':<22}{'GB/s each':>11}{'collective':>12}" + "   takes longer beside" * bool(lanes)
     for name, lane, link in links:
-        beside = (
-            f"{other} {1 + link.contention.get(f'{lane}+{other}', 0.0):.2f}x"
-            for other in ("compute", "cpu", "h2d", "d2h")
-        )
-        yield _row(f"  {name}", f"{_gb(link.bandwidth):>11}{link.latency * 1e3:>9.2f} ms   {', '.join(beside)}")
+        beside = (f"{other} {1 + link.contention.get(f'{lane}+{other}', 0.0):.2f}x" for other in lanes)
+        rates = f"{_gb(link.bandwidth):>11}{link.latency * 1e3:>9.2f} ms"
+        yield _row(f"  {name}", f"{rates}   {', '.join(beside)}").rstrip()
 
 
 def _gb(rate: float) -> str:

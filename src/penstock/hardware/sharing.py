@@ -55,8 +55,9 @@ def why_unknown(machine: Machine, ranks: int, hosts: int = 1, copies: int = 1) -
         )
     if hosts > 1 and machine.nic is None:
         return (
-            f"the profile of {machine.name} does not tell how fast hosts send to each other: measure it with penstock "
-            "doctor, started by torchrun on each of them, or add a nic (bandwidth, latency), a host's link to others"
+            f"the profile of {machine.name} does not tell how fast hosts send to each other: measure that with "
+            "penstock doctor, started by torchrun on each of them, or add a nic (bandwidth, latency), a host's link to "
+            "the others, to it"
         )
     if copies % hosts and hosts % copies:
         return f"of {copies} copies of the state on {hosts} hosts some are on a part of a host: that is not predicted"

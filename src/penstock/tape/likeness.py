@@ -32,12 +32,15 @@ def fingerprint(tensor: torch.Tensor) -> int:
     or in a subclass that wraps others. Unseen by whoever watches ops."""
     with without_functions():
         if type(tensor) in _PLAIN and _is_one_piece(tensor):
-            memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            return xxhash.xxh3_64_intdigest(memory) if tensor.nbytes else 0
+            if not tensor.nbytes or not tensor.untyped_storage().nbytes():  # it may have been given back
+                return 0
+            return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
     wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if tensor.is_meta or wraps or not trees.has_storage(tensor) or not tensor.numel():
         return 0
     with torch.no_grad(), unwatched():
+        if not tensor.untyped_storage().nbytes():
+            return 0
         for dim in reversed(range(tensor.dim())):
             if tensor.shape[dim] == 1 or not tensor.stride(dim):  # it is expanded: the same numbers, many times
                 tensor = tensor.select(dim, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 FORWARD = 0
 """``part`` of a stage's forward, and of its recomputation."""
@@ -20,7 +21,6 @@ BACKWARD = 1
 _MASK = (1 << 64) - 1
 _NUMPY = (1 << 32) - 1
 """The largest seed of numpy's."""
-_NUMPY_RANDOM: Any = np.random  # whose types do not tell of get_bit_generator
 _TWISTER = 625 * 4
 """Bytes of a Mersenne twister: 624 words, and which is next."""
 
@@ -144,7 +144,7 @@ _seeded: bytes | None = None
 
 def _numpy_memory() -> bytes | None:
     """The memory of numpy's global generator; None: it is of another kind than it usually is."""
-    generator = _NUMPY_RANDOM.get_bit_generator()
+    generator = mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
     return ctypes.string_at(generator.ctypes.state_address, _TWISTER)
