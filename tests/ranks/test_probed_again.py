@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.hardware.machine import Between
 from tests.models import PLAIN
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.worlds import pipeline, together
 from tests.training import budget, wrap
+
+BETWEEN = Between(ranks=2, bandwidth=1e8, latency=1e-3)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def losses_with_hooks(mesh: DeviceMesh, folder: Path, hooked: tuple[int, ...]) -> list[float]:
     """Of steps and evaluations on a machine that is known, so that probes are timed: all ranks at once. From the second
     step on, models of these ranks have a hook that only looks, as those that log have on one rank."""
-    known = replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),))
+    known = replace(MACHINE, drives=(replace(DRIVE, path=str(folder)),), between=(BETWEEN,))
     with wrap(PLAIN, budget(folder), mesh=mesh, plan=known) as engine:
         step: list[Any] = PLAIN.micro_batches(2)
         losses = [engine.step(step).loss, engine.evaluate(step)]

@@ -3,7 +3,7 @@
 Each function says what the name stands for, and (*Without*) what Penstock could not do if torch took it away.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -103,6 +103,14 @@ def hooks_of(module: nn.Module) -> list[tuple[int, int, Callable[..., Any]]]:
         return []
     kinds = (pre, post, own["_backward_pre_hooks"], own["_backward_hooks"])
     return [(kind, number, hook) for kind, hooks in enumerate(kinds) for number, hook in hooks.items()]
+
+
+def parts_of(module: nn.Module) -> Iterable[nn.Module | None]:
+    """The modules that a module has in its attributes, as they are.
+
+    Without: to go through a model's modules, as each step does, would take three times as long (``modules()``).
+    """
+    return module._modules.values()
 
 
 @contextmanager

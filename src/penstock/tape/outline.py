@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.compat.modules import hooks_of
+from penstock.compat.modules import hooks_of, parts_of
 from penstock.tape.guard import is_guard
 
 Outline = tuple[tuple[Any, ...], ...]
@@ -34,7 +34,7 @@ def outline_of(model: nn.Module) -> Outline:
         found.append((weakref.ref(module), *hooks, *[name for name, value in own.items() if value is True]))
         if (config := own.get("config")) is not None:
             configs[id(config)] = getattr(config, "__dict__", {})
-        for child in own["_modules"].values():
+        for child in parts_of(module):
             if child is not None and child not in seen:
                 seen.add(child)
                 todo.append(child)
