@@ -411,5 +411,5 @@ class Settings:
         return self.waits_with(self.place.state[group])
 
     def waits_with(self, state: Tier) -> bool:
-        """The same of a group with its state on a tier."""
+        """True if the optimizer step of a group with its state on this tier waits for it."""
         return self.wait and not (self.speculate and state == "disk")
