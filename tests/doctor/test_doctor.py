@@ -22,7 +22,7 @@ from penstock.cli import main
 from penstock.cli.doctor import Arguments, describe
 from penstock.cli.words import read_words
 from penstock.config import format_size
-from penstock.doctor import device, disk, examine, mounts, work
+from penstock.doctor import between, device, disk, examine, mounts, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
 from penstock.hardware import system
@@ -62,6 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[examine.Effort]:
 def measure_little(patch: pytest.MonkeyPatch) -> None:
     """What is measured with is small, where rates say nothing: on processors, and on the simulated accelerator."""
     patch.setitem(device.SIZES, "cpu", (64,))
+    patch.setattr(between, "LARGE", 1 << 16)
     if DEVICE != "cuda":
         patch.setitem(device.SIZES, "cuda", (64,))
         patch.setattr(system, "cache_size", lambda: 0)

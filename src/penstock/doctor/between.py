@@ -35,7 +35,7 @@ from penstock.ranks.start import torchrun_mesh
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.place import FP32
 
-_LARGE, _SMALL = 1 << 22, 1 << 10
+LARGE, _SMALL = 1 << 22, 1 << 10
 """elements that a collective is of in all: 16 MiB, of which a block of a small model has a few; and next to none"""
 _LONG = 0.25
 """seconds that a large collective may take"""
@@ -196,11 +196,11 @@ def _nothing() -> None:
 
 def _size(ranks: Ranks, among: Ranks | None, device: torch.device) -> int:
     """Elements of a collective to measure with, the same on all ranks: fewer where the link is slow."""
-    brief = _LARGE // 16
+    brief = LARGE // 16
     one = _gathering(among, brief, device)
     one()
     took = _each(ranks, one, 1)
-    return max(brief, min(_LARGE, brief << max(0, int(_LONG / took).bit_length() - 1)))
+    return max(brief, min(LARGE, brief << max(0, int(_LONG / took).bit_length() - 1)))
 
 
 def _calls(ranks: Ranks, one: Callable[[], object], seconds: float) -> int:
