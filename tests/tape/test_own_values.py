@@ -336,35 +336,3 @@ def test_a_block_finds_what_the_micro_batch_was_given_as_an_attribute_and_nowher
         case = masked_case(in_a_global, of_block=read)
         with pytest.raises(ModelError, match=r"'layers.1' reads a tensor of shape .* that is none of its arguments"):
             assert_exact(case, orders=(vertical,))
-
-
-class Handed(Layer):
-    def forward(self, x: torch.Tensor, context: Any) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) * context.mask
-
-
-class Handing(Masked):
-    """Hands its blocks an object of its own, which is there for all micro-batches, or one that it makes anew."""
-
-    def __init__(self, keep: Any) -> None:
-        super().__init__(keep, reads=lambda model, x: model.through(x))
-        self.layers = nn.ModuleList(Handed() for _ in self.layers)
-
-    def through(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, self.object)
-        return x
-
-
-def in_a_new_object(model: Any, mask: torch.Tensor) -> None:
-    model.object = types.SimpleNamespace(mask=mask)
-
-
-def computed(model: Any, mask: torch.Tensor) -> None:
-    model.object.mask = mask + mask.square()
-
-
-@pytest.mark.parametrize("keep", [in_an_object, in_a_new_object, computed], ids=lambda keep: keep.__name__)
-def test_an_object_that_blocks_are_handed_holds_what_is_the_micro_batchs(keep: Any) -> None:
-    case = replace(masked_case(keep), build=of(lambda: Handing(keep)).build)
-    assert_exact(case, orders=(vertical, horizontal, with_graphs))

@@ -332,12 +332,12 @@ class Probe:
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
-        self._smuggled.begin(self._watch.segment, site.name, arrival.tensors.values(), suspended.beside)
+        self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        finds = tuple(dict.fromkeys((*self._accesses.found_by(self._watch.segment), *self._smuggled.places)))
+        finds = tuple(self._accesses.found_by(self._watch.segment))
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None

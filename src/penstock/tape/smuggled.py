@@ -6,7 +6,7 @@ watched for what they read: a block may read what it was handed and what does no
 own code may read of a block what it has returned.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,38 +51,21 @@ class Smuggled:
         self.found: str | None = None
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
-        self.places: tuple[Holder, ...] = ()
-        """those in which a call finds what it is handed within objects"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
         self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
 
-    def begin(
-        self, segment: int, block: str | None, handed: Iterable[torch.Tensor], within: Collection[torch.Tensor] = ()
-    ) -> None:
-        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, and those ``within``
-        objects, or the model's own code.
+    def begin(self, segment: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
+        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, or the model's own
+        code.
         """
         self._segment, self._block = segment, block
-        self._handed = {storage_key(t) for t in (*handed, *within) if trees.has_storage(t)}
+        self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         self._beside.clear()
-        self.places = self._places_of(within)
-        self.read.update(dict.fromkeys(self.places, segment))
         if block is not None:
             self._blocks[segment] = block
-
-    def _places_of(self, within: Iterable[torch.Tensor]) -> tuple[Holder, ...]:
-        """The places in which the model's own code keeps these, which the call that begins is handed in objects: one
-        that is there for all micro-batches has to hold each one's own."""
-        found: dict[Holder, None] = {}
-        for tensor in within:
-            if trees.has_storage(tensor) and not isinstance(tensor, nn.Parameter):
-                birth = self._birth(tensor)
-                if birth is None or birth.depends:
-                    found |= dict.fromkeys(self._kept.get(storage_key(tensor), ()) if birth is None else birth.kept)
-        return tuple(found)
 
     def end(
         self,
