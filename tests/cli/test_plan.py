@@ -447,7 +447,7 @@ def test_layouts_of_several_hosts_are_compared_and_the_fastest_is_named(
     assert "dp_replicate 2 x dp_shard 2, stage 3" in names
     assert data["fastest"] == data["layouts"][0]["name"]
     assert all(one["tokens"] == 8 * 128 for one in data["layouts"])
-    assert data["hosts"][0]["nic"] == {"bandwidth": 25e6, "latency": 1e-5}
+    assert data["hosts"][0]["nic"] == {"bandwidth": 25e6, "latency": 1e-5, "contention": {}}
     said = answered(capsys, *options)
     assert f"fastest     {data['fastest']}" in said
     assert "0.025 GB/s between hosts, 10 us a message, assumed" in said

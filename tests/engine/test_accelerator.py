@@ -350,7 +350,8 @@ def test_what_the_allocator_reserves_for_saved_activations_that_come_back_is_pla
 class OnItsOwnStream(Wide):
     """Suspended in its blocks, each forward leaves a stream of its own current."""
 
-    own = False
+    own = 0
+    """not False: a switch is a reason to probe again"""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.own:
@@ -372,7 +373,7 @@ def test_a_model_may_call_its_blocks_on_a_stream_of_its_own(schedule: str) -> No
     micro_batches = [{"x": torch.randn(32, Wide.WIDTH)} for _ in range(3)]
     settings: Setting = {"device": DEVICE, "precision": "fp32", "schedule": schedule, "optimizer": penstock.AdamW()}
     found, before = [], torch.accelerator.current_stream()
-    for own in (False, True):
+    for own in (0, 1):
         torch.manual_seed(1)
         model = OnItsOwnStream()
         where = budget(None, weights="host", state="host", durability="none")

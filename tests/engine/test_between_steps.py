@@ -313,7 +313,7 @@ def probed_in_steps(engine: penstock.Engine, count: int, before: Callable[[Any],
     for _ in range(count):
         handle = before(engine.model)
         engine.step([{"x": torch.ones(3, WIDTH)}] * 3)
-        now = engine.inside.planning.probing.found(train=True).values()
+        now = engine.inside.planning.probing.found[True].values()
         found += [probed for probed in now if all(probed is not other for other in found)]
         if handle is not None:
             handle.remove()
@@ -324,10 +324,10 @@ def probed_in_steps(engine: penstock.Engine, count: int, before: Callable[[Any],
 def test_a_model_that_changes_itself_in_its_forward_is_probed_once(name: str) -> None:
     with wrapped_model(Changing(BY_ITSELF[name]), budget(None)) as engine:
         assert probed_in_steps(engine, 4) == 1
-        (before,) = engine.inside.planning.probing.found(train=True).values()
+        (before,) = engine.inside.planning.probing.found[True].values()
         engine.model.head.register_forward_hook(lambda module, args, output: None)
         assert probed_in_steps(engine, 2) == 1
-        (now,) = engine.inside.planning.probing.found(train=True).values()
+        (now,) = engine.inside.planning.probing.found[True].values()
         assert now is not before
 
 

@@ -73,19 +73,19 @@ class Scaled(nn.Module):
 
 
 class Model(nn.Module):
-    """Hands its blocks a tensor and a number of the micro-batch's own; ``twice``: twice the number; ``unseen``: it
-    writes to the tensor before, and no version says so."""
+    """Hands its blocks a tensor and a number of the micro-batch's own; ``times``: so many times that number; ``unseen``:
+    it writes to the tensor before, and no version says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-        self.twice = self.unseen = False
+        self.times, self.unseen = 1, False
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         if self.unseen:
             bias.data.mul_(3)
         for block in self.blocks:
-            x = block(x, bias, factor=factor * 2 if self.twice else factor)
+            x = block(x, bias, factor=factor * self.times)
         return x.square().mean()
 
 
@@ -93,13 +93,13 @@ def handing(mesh: DeviceMesh | None, how: str = "") -> Any:
     """Losses of steps, whose micro-batches have factors of their own, and the bytes that are sent besides inputs."""
     torch.manual_seed(0)
     model, inputs = Model(), [{"x": torch.ones(2, 16), "bias": torch.ones(2, 16), "factor": f} for f in (0.5, 2.0)]
-    model.twice, model.unseen = how == "twice", how == "unseen"
+    model.times, model.unseen = 2 if how == "twice" else 1, how == "unseen"
     settings = {"optimizer": penstock.AdamW(), "loss_fn": lambda m, b: m(**b)}
     with penstock.wrap(model, budget=budget(None), mesh=mesh, device="cpu", **settings) as engine:
         losses = [engine.step(inputs).loss]
         for block in model.blocks:
             block.writes = how == "writes"
-        model.twice = how in ("twice", "twice later")
+        model.times = 2 if how in ("twice", "twice later") else 1  # a number: no reason to probe again
         if how == "left out":
             del inputs[1]["factor"], inputs[0]["factor"]
         losses += [engine.step(inputs).loss, engine.evaluate(inputs)]

@@ -181,8 +181,6 @@ class OptimizerSpec(MomentsConfig):
 
     group_keys: ClassVar[tuple[str, ...]]
     """the settings that torch has in a param group"""
-    _moment_names: ClassVar[tuple[str, ...]]
-    """``moment_names``, where they follow from no setting"""
 
     lr: float
     weight_decay: float
@@ -197,7 +195,7 @@ class OptimizerSpec(MomentsConfig):
     @property
     def moment_names(self) -> tuple[str, ...]:
         """Names, as torch has them, of the moments that each parameter has."""
-        return self._moment_names
+        raise NotImplementedError
 
     @property
     def moment_count(self) -> int:
@@ -220,12 +218,15 @@ class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     group_keys = ("lr", "betas", "eps", "weight_decay")
-    _moment_names = ("exp_avg", "exp_avg_sq")
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,11 +266,14 @@ class Lion(OptimizerSpec):
     """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675); a third less state than AdamW."""
 
     group_keys = ("lr", "betas", "weight_decay")
-    _moment_names = ("exp_avg",)
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        return ("exp_avg",)
 
 
 @dataclass(frozen=True, kw_only=True)

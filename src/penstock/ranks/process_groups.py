@@ -36,7 +36,7 @@ _GLANCE = timedelta(seconds=LOOK)
 _SHORT = 1e-3
 """seconds"""
 _TAG = 0
-"""of messages, which come in the order in which they are sent"""
+"""the tag of all messages: they come in the order in which they are sent"""
 _FEW = 3.0
 """seconds in which calls return that were given up"""
 _PATIENCE = timedelta(days=7)
