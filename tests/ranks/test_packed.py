@@ -73,8 +73,8 @@ class Scaled(nn.Module):
 
 
 class Model(nn.Module):
-    """Hands its blocks a tensor and a number of the micro-batch's own; ``times``: so many times that number; ``unseen``:
-    it writes to the tensor before, and no version says so."""
+    """Hands its blocks a tensor and a number of the micro-batch's own; ``times`` that number; ``unseen``: it writes to
+    the tensor before, and no version says so."""
 
     def __init__(self) -> None:
         super().__init__()
