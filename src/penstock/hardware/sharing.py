@@ -100,7 +100,7 @@ def of_each_rank(
 
 
 def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane], part: float = 1.0) -> dict[str, float]:
-    """How much ``lanes``, which go over a host's link, and others slow each other. ``part``: of what the link slows,
+    """Slow-downs of ``lanes``, which go over a host's link, and of others by these. ``part``: of what the link slows,
     that each of them does."""
     if hosts == 1:
         return {}
