@@ -80,9 +80,8 @@ def of_each_rank(
         raise ConfigError(why)
     each = ranks // hosts
     shared = machine if each == 1 else _of_host(machine, each, threads)
-    on_levels = hosts > 1 and each > 1
     if copies == 1:
-        network, across = _on_levels(machine, each, hosts) if on_levels else (None, None)
+        network, across = _on_levels(machine, each, hosts) if hosts > 1 and each > 1 else (None, None)
         network = network or _collectives(machine, each, ranks, hosts)
         leave: tuple[Lane, ...] = ("net",) if across is None else ("nic",)
     else:
