@@ -144,9 +144,15 @@ def bytes_per_second(mbit: float) -> float:
 
 def host_of(whole: Machine, nic: Network, each: int) -> Machine:
     """The profile of one of the hosts, which share this machine as so many ranks would. ``each``: ranks on it."""
-    between = within_host(whole, HOSTS * each)
-    inside = Between(ranks=each, bandwidth=between.bandwidth, latency=between.latency)
-    return replace(of_each_rank(whole, HOSTS), network=None, nic=nic, between=(inside,) if each > 1 else ())
+    among = within_host(whole, HOSTS * each)
+    inside = Between(ranks=each, bandwidth=among.bandwidth, latency=among.latency, contention=among.contention)
+    return replace(
+        of_each_rank(whole, HOSTS),
+        network=None,
+        nic=nic,
+        between=(inside,) if each > 1 else (),
+        contention=whole.contention,
+    )
 
 
 def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:

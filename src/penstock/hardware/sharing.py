@@ -22,8 +22,8 @@ copies at 1 / n of the ``nic``, as far as they are on several hosts |
 Ranks of several hosts share what is their own host's with those on it alone; all hosts are taken to be alike.
 
 A lane that slows another one does so as on the whole machine, where each of them is as busy: ``Machine.contention``,
-and ``Network.contention`` of the links. What a host's link slows, any lane does that goes over it: of the two that a
-pipeline has for that, one each way, each does half.
+and ``Network.contention`` of the links, which was measured while hosts sent both ways. What a host's link slows, any
+lane does that goes over it; of a pipeline ``send``, for both ways: ranks receive about as much.
 
 A lower bound of a step is what it is for one rank, the busiest lane's work at these rates. That ranks get out of step,
 and change places on the cores, is not counted.
@@ -98,9 +98,8 @@ def of_each_rank(
     )
 
 
-def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane], part: float = 1.0) -> dict[str, float]:
-    """Slow-downs of ``lanes``, which go over a host's link, and of others by these. ``part``: of what the link slows,
-    that each of them does."""
+def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, float]:
+    """Slow-downs of ``lanes``, which go over a host's link, and of others by these."""
     if hosts == 1:
         return {}
     assert machine.nic is not None
@@ -109,7 +108,7 @@ def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane], part: float = 1
         slow, _, busy = pair.partition("+")
         for lane in lanes:
             if busy == "nic":
-                found[f"{slow}+{lane}"] = value * part
+                found[f"{slow}+{lane}"] = value
             else:
                 found[f"{lane}+{busy}"] = value
     return found
@@ -191,8 +190,7 @@ def of_pipeline(
     rest). ``cp``: so many of these share each sequence.
     """
     seen = of_each_rank(machine, ranks, threads, hosts, cp=cp)
-    slowed = _slowed(machine, hosts, ("send", "recv"), 0.5)
-    seen = replace(seen, contention={**seen.contention, **slowed})
+    seen = replace(seen, contention={**seen.contention, **_slowed(machine, hosts, ("send",))})
     if beside > 1:
         return replace(seen, network=_of_neighbours(machine, ranks, hosts, beside), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)
