@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -261,6 +261,12 @@ def in_an_object(model: Any, mask: torch.Tensor) -> None:
     model.object.mask = mask
 
 
+def in_one_made_at_first(model: Any, mask: torch.Tensor) -> None:
+    if not hasattr(model, "made"):
+        model.made = types.SimpleNamespace()
+    model.made.mask = mask
+
+
 def in_a_global(model: Any, mask: torch.Tensor) -> None:
     KEPT["mask"] = mask
 
@@ -311,6 +317,7 @@ def masked_case(keep: Any, **reads: Any) -> Case:
 
 READ: dict[Any, Pattern] = {
     in_an_object: lambda model, x: through(model, x) * model.object.mask,
+    in_one_made_at_first: lambda model, x: through(model, x) * model.made.mask,
     in_a_global: lambda model, x: through(model, x) * KEPT["mask"],
     in_a_global_with_others: lambda model, x: through(model, x) * KEPT["batch"]["mask"],
     in_a_list: lambda model, x: through(model, x) * model.kept.pop(),
@@ -336,3 +343,108 @@ def test_a_block_finds_what_the_micro_batch_was_given_as_an_attribute_and_nowher
         case = masked_case(in_a_global, of_block=read)
         with pytest.raises(ModelError, match=r"'layers.1' reads a tensor of shape .* that is none of its arguments"):
             assert_exact(case, orders=(vertical,))
+
+
+class Handed(Layer):
+    def forward(self, x: torch.Tensor, context: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * (context["mask"] if isinstance(context, dict) else context.mask)
+
+
+class Handing(Masked):
+    """Hands its blocks something of its own that is there for all micro-batches, or that it makes anew."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__(keep, reads=lambda model, x: model.through(x))
+        self.layers = nn.ModuleList(Handed() for _ in self.layers)
+        self.entries: dict[str, torch.Tensor] = {}
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.handed)
+        return x
+
+
+class HandedNumbers(Layer):
+    def forward(self, x: torch.Tensor, context: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * context.mask[0, 0].tolist()[0]
+
+
+class Context:
+    __slots__ = ("mask",)
+    mask: torch.Tensor
+
+
+@dataclass(slots=True)
+class Record:
+    mask: torch.Tensor
+
+
+def in_an_object_of_ours(model: Any, mask: torch.Tensor) -> None:
+    model.handed = model.object
+    model.handed.mask = mask
+
+
+def in_a_new_object(model: Any, mask: torch.Tensor) -> None:
+    model.handed = types.SimpleNamespace(mask=mask)
+
+
+def in_a_dict_of_ours(model: Any, mask: torch.Tensor) -> None:
+    model.handed = model.entries
+    model.handed["mask"] = mask
+
+
+def in_slots(model: Any, mask: torch.Tensor) -> None:
+    if not isinstance(model.object, Context):
+        model.object = Context()
+    in_an_object_of_ours(model, mask)
+
+
+def in_a_record_with_slots(model: Any, mask: torch.Tensor) -> None:
+    if not isinstance(model.object, Record):
+        model.object = Record(mask)
+    in_an_object_of_ours(model, mask)
+
+
+def computed(model: Any, mask: torch.Tensor) -> None:
+    in_an_object_of_ours(model, mask + mask.square())
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [in_an_object_of_ours, in_a_new_object, in_a_dict_of_ours, in_slots, in_a_record_with_slots, computed],
+    ids=lambda keep: keep.__name__,
+)
+def test_what_blocks_are_handed_holds_what_is_the_micro_batchs(keep: Any) -> None:
+    case = replace(masked_case(keep), build=of(lambda: Handing(keep)).build)
+    assert_exact(case, orders=(vertical, horizontal, with_graphs))
+
+
+def test_what_blocks_read_without_any_op_is_the_micro_batchs() -> None:
+    def build() -> nn.Module:
+        model = Handing(in_an_object_of_ours)
+        model.layers = nn.ModuleList(HandedNumbers() for _ in model.layers)
+        return model
+
+    assert_exact(replace(masked_case(in_an_object_of_ours), build=of(build).build), orders=(vertical, with_graphs))
+
+
+def test_what_blocks_are_handed_may_change_between_them() -> None:
+    class Changing(Handing):
+        def through(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                self.handed.mask = self.handed.mask.square() + x.detach().mean()
+                x = layer(x, self.handed)
+            return x
+
+    case = replace(masked_case(in_an_object_of_ours), build=of(lambda: Changing(in_an_object_of_ours)).build)
+    assert_exact(case, orders=(vertical, horizontal, with_graphs))
+
+
+def test_a_log_within_what_blocks_are_handed_loses_nothing() -> None:
+    def keep(model: Any, mask: torch.Tensor) -> None:
+        in_an_object_of_ours(model, mask)
+        vars(model.object).setdefault("log", []).append(mask.mean())
+
+    case = replace(masked_case(keep), build=of(lambda: Handing(keep)).build)
+    _, bench = assert_exact(case, orders=(vertical,))
+    assert len(bench.tape.model.object.log) == 1 + len(WEIGHTS), "with the probe's"

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 from penstock.compat.modules import forward_hooks
 from penstock.tape.buffers import attributes_of
+from penstock.tape.opaque import slots_of
 
 ABSENT: Any = object()
 """The value where there is none."""
@@ -49,6 +50,16 @@ class Holder(ABC):
 
     def __hash__(self) -> int:
         return hash((id(self.of), self.key))
+
+    @property
+    def container(self) -> Any:
+        """The dict, list or other object that it is in."""
+        return self.of
+
+    @property
+    def depth(self) -> int:
+        """The number of places that it is within, which are filled before it is."""
+        return 0
 
     @abstractmethod
     def now(self) -> Any:
@@ -100,6 +111,63 @@ class Variable(Holder):
             del self.of.cell_contents
 
 
+class Slot(Holder):
+    """An attribute of an object whose class has slots, by that slot's descriptor."""
+
+    def now(self) -> Any:
+        try:
+            return self.key.__get__(self.of)
+        except AttributeError:
+            return ABSENT
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            self.key.__set__(self.of, value)
+        elif self.now() is not ABSENT:
+            self.key.__delete__(self.of)
+
+
+class Inner(Holder):
+    """A place within whatever is in another place, ``of``: the model may put another object there, or first make it in
+    a forward. ``key``: its class as a holder, and key."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Inner and (self.of, self.key) == (other.of, other.key)
+
+    def __hash__(self) -> int:
+        return hash((self.of, self.key))
+
+    @classmethod
+    def on_the_way(cls, outer: Holder, place: Holder) -> Holder:
+        """A place as one within ``outer``; unchanged where it is not at once within what is there."""
+        found = cls(of=outer, key=(type(place), place.key))
+        return found if found.container is place.of else place
+
+    @property
+    def container(self) -> Any:
+        (kind, _), value = self.key, self.of.now()
+        return _attributes(value) if kind is Entry and not isinstance(value, dict) else value
+
+    @property
+    def depth(self) -> int:
+        return 1 + int(self.of.depth)
+
+    def _there(self) -> Holder | None:
+        """The place; None: there is something else than in the probe."""
+        (kind, key), container = self.key, self.container
+        wanted = key.__objclass__ if kind is Slot else (list, set, deque) if kind is Contents else dict
+        return kind(of=container, key=key) if isinstance(container, wanted) else None
+
+    def now(self) -> Any:
+        there = self._there()
+        return ABSENT if there is None else there.now()
+
+    def put(self, value: Any) -> None:
+        there = self._there()
+        if there is not None:
+            there.put(value)
+
+
 Way = tuple[Holder, ...]
 """The holders on the way to a value, from the outermost to its own."""
 
@@ -134,7 +202,8 @@ class Search:
                 return
             way, item = queue.popleft()
             if isinstance(item, torch.Tensor):
-                yield item, tuple(kind(of=of, key=key) for kind, of, key in way)
+                places = [kind(of=of, key=key) for kind, of, key in way]
+                yield item, tuple(accumulate(places, Inner.on_the_way))
             elif self._may_hold(item) and id(item) not in seen:
                 seen.add(id(item))
                 queue += (
@@ -158,17 +227,26 @@ _Step = tuple[type[Holder], Any, Any]
 
 def tensors_in(holders: Iterable[Holder]) -> list[torch.Tensor]:
     """The tensors that are in these places, and within what is there."""
-    queue, seen, found = deque(holder.now() for holder in holders), set[int](), []
+    return [item for _, item in _parts(holder.now() for holder in holders) if isinstance(item, torch.Tensor)]
+
+
+def places_in(value: Any) -> set[int]:
+    """The identities of what holders within a value are ``of``."""
+    return {id(step[1]) for step, _ in _parts([value]) if step is not None}
+
+
+def _parts(values: Iterable[Any]) -> Iterator[tuple[_Step | None, Any]]:
+    """These values, and all within them, each with its holder."""
+    queue: deque[tuple[_Step | None, Any]] = deque((None, value) for value in values)
+    seen: set[int] = set()
     for _ in range(_MOST):
         if not queue:
-            break
-        item = queue.popleft()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif id(item) not in seen and not isinstance(item, _WITHOUT):
+            return
+        step, item = queue.popleft()
+        yield step, item
+        if id(item) not in seen and not isinstance(item, (torch.Tensor, *_WITHOUT)):
             seen.add(id(item))
-            queue += (part for _, part in islice(_within(item), _MOST_OF_ONE))
-    return found
+            queue += islice(_within(item), _MOST_OF_ONE)
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
@@ -190,6 +268,9 @@ def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
     else:
         entries = item if isinstance(item, dict) else _attributes(item)
         yield from (((Entry, entries, key), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
+        for slot in slots_of(type(item)):
+            if "__slots__" in vars(slot.__objclass__) and (value := Slot(of=item, key=slot).now()) is not ABSENT:
+                yield (Slot, item, slot), value  # those of classes in C may be there to be read alone
 
 
 def _attributes(item: object) -> dict[str, Any]:

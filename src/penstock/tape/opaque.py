@@ -128,7 +128,7 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     with contextlib.suppress(AttributeError):
         found += object.__getattribute__(item, "__dict__").items()
-    for slot in _slots(type(item)):
+    for slot in slots_of(type(item)):
         with contextlib.suppress(AttributeError):  # of a slot that is empty
             found.append((slot.__name__, slot.__get__(item)))
     return found
@@ -137,7 +137,7 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
 _KNOWN_SLOTS: MutableMapping[type, tuple[types.MemberDescriptorType, ...]] = weakref.WeakKeyDictionary()
 
 
-def _slots(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """The slots of a class and of its bases, but for Python's own."""
     if kind not in _KNOWN_SLOTS:
         classes = [cls for cls in kind.__mro__ if cls.__module__ != "builtins"]

@@ -111,7 +111,7 @@ class OwnValues:
 
 
 def put(values: Iterable[tuple[Holder, Any]]) -> None:
-    for holder, value in values:
+    for holder, value in sorted(values, key=lambda pair: pair[0].depth):
         holder.put(value)
 
 

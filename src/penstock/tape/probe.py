@@ -312,7 +312,7 @@ class Probe:
         segment = self._start(None)
         held = suspended.outputs  # saved for a run's epilogue, also where the model has let go of them
         with self._measuring(segment.forward):
-            self._smuggled.begin(self._watch.segment, None, ())
+            self._smuggled.begin(self._watch.segment, None)
             watching = self._accesses.watching() if self._tape.compiled else nullcontext()
             with self._asked, self._losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
@@ -332,12 +332,13 @@ class Probe:
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
-        self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
+        handed = [*arrival.tensors.values(), *suspended.beside]
+        self._smuggled.begin(self._watch.segment, site.name, handed, suspended.within)
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        finds = tuple(self._accesses.found_by(self._watch.segment))
+        finds = tuple(dict.fromkeys((*self._accesses.found_by(self._watch.segment), *self._smuggled.handed)))
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -345,6 +346,7 @@ class Probe:
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
         changed = before.changed()
+        suspended.own.note(self._smuggled.handed)
         suspended.backward.see(
             self._watch.segment,
             buffers=copies((b.module, b.name, b.value) for b in changed),

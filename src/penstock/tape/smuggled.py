@@ -6,7 +6,8 @@ watched for what they read: a block may read what it was handed and what does no
 own code may read of a block what it has returned.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -47,22 +48,30 @@ class Smuggled:
         self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
+        self._within: Container[int] = ()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
+        self.handed: dict[Holder, None] = {}
+        """those among them within what the latest call was handed, from which it may read"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
         self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
 
-    def begin(self, segment: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
-        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, or the model's own
-        code.
+    def begin(
+        self, segment: int, block: str | None, handed: Iterable[torch.Tensor] = (), within: Container[int] = ()
+    ) -> None:
+        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, some of them
+        ``within`` dicts and lists of these identities, or the model's own code.
         """
-        self._segment, self._block = segment, block
-        self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
+        self._segment, self._block, self._within, self.handed = segment, block, within, {}
+        operands = [Operand(t, storage_key(t), self._birth(t)) for t in handed if trees.has_storage(t)]
+        self._handed = {operand.storage for operand in operands}
+        for operand in operands:  # also those of which no op tells that they are read (``tolist``, compiled blocks)
+            self._note_handed(operand, logs=False)
         self._beside.clear()
         if block is not None:
             self._blocks[segment] = block
@@ -79,6 +88,7 @@ class Smuggled:
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
+        self.read.update(dict.fromkeys(self.handed, self._segment))
         self._segment = None
         self._views.clear()
         for tensor in returned:
@@ -215,11 +225,24 @@ class Smuggled:
         if self._segment is None or isinstance(tensor, nn.Parameter):
             return
         if self._block is None:
-            kept = self._kept.get(storage, ()) if birth is None else birth.kept
             if birth is None or (birth.depends and birth.segment != self._segment):
-                self.read.update((holder, self._segment) for holder in kept)
-        elif birth is None and storage in self._own and storage not in self._handed:
+                self.read.update((holder, self._segment) for holder in self._places(operand))
+        elif storage in self._handed:
+            self._note_handed(operand)
+        elif birth is None and storage in self._own:
             self._beside.setdefault(storage, tensor)
+
+    def _places(self, operand: Operand) -> Way:
+        return self._kept.get(operand.storage, ()) if operand.birth is None else operand.birth.kept
+
+    def _note_handed(self, operand: Operand, *, logs: bool = True) -> None:
+        """Note where a block finds what it is handed. ``logs``: also in lists, which may be there to be added to, and
+        would lose what other micro-batches have added."""
+        if operand.birth is None or operand.birth.segment != self._segment:
+            places = [p for p in self._places(operand) if id(p.container) in self._within]
+            self.handed.update(
+                dict.fromkeys(p for p in places if logs or not isinstance(p.container, list | set | deque))
+            )
 
     def _find(self, what: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):

@@ -9,7 +9,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 
 import contextvars
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
 from penstock.tape.facts import Facts, Site
+from penstock.tape.holders import places_in
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
@@ -84,6 +85,7 @@ class SuspendedForward:
         )
         self.returned: Any = None  # by the latest call, in a probe
         self.beside: list[torch.Tensor] = []  # in a probe, beside ``outputs`` and an arrival's tensors
+        self.within: Collection[int] = ()  # in a probe, as of ``holders.places_in``, what holds these and an arrival's
         self._stage = 0
         self._goes_on = False
         self._device = device
@@ -202,7 +204,7 @@ class SuspendedForward:
         """
         if self._in_probe:
             value = (value, list(contextvars.copy_context().values()))
-            self.beside = [*opaque.tensors_in(value), *trees.tensors(value)]
+            self.beside, self.within = [*opaque.tensors_in(value), *trees.tensors(value)], places_in(value)
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
         with _explained("the model itself"):
