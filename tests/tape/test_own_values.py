@@ -440,6 +440,47 @@ def test_what_blocks_are_handed_may_change_between_them() -> None:
     assert_exact(case, orders=(vertical, horizontal, with_graphs))
 
 
+@dataclass
+class Place:
+    index: int = 0
+
+
+class Indexed(Layer):
+    def forward(self, x: torch.Tensor, place: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * (1 + (place["index"] if isinstance(place, dict) else place.index))
+
+
+def each_its_own(model: Any) -> Any:
+    return Place()
+
+
+def the_same_for_all(model: Any) -> Any:
+    return model.object
+
+
+def a_dict(model: Any) -> Any:
+    return model.entries
+
+
+@pytest.mark.parametrize("number", ["of the layer", "of the data"])
+@pytest.mark.parametrize("place", [each_its_own, the_same_for_all, a_dict], ids=lambda place: place.__name__)
+def test_blocks_are_handed_a_number_in_an_object(place: Any, number: str) -> None:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        handed = place(model)
+        for i, layer in enumerate(model.layers):
+            index = i if number == "of the layer" else float(x.detach().mean())
+            handed.update(index=index) if isinstance(handed, dict) else setattr(handed, "index", index)
+            x = layer(x, handed)
+        return x
+
+    def build() -> nn.Module:
+        model = Keeping(run)
+        model.layers, model.entries = nn.ModuleList(Indexed() for _ in model.layers), dict[str, Any]()
+        return model
+
+    assert_exact(of(build), orders=(vertical, horizontal, with_graphs))
+
+
 def test_a_log_within_what_blocks_are_handed_loses_nothing() -> None:
     def keep(model: Any, mask: torch.Tensor) -> None:
         in_an_object_of_ours(model, mask)

@@ -39,8 +39,9 @@ class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
-    modules that have them; ``own``: the micro-batch's own values. ``graph``: the one that its backward goes through;
-    None: that has to be computed again. ``last``: the product that can be left out of that.
+    modules that have them; ``own``: the micro-batch's own values, and ``handed``: those of the attributes and entries
+    of objects in its arguments. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    ``last``: the product that can be left out of that.
     """
 
     site: Site
@@ -54,6 +55,7 @@ class Call:
     buffers: tuple[Buffer, ...]
     attributes: tuple[Attributes, ...]
     own: HeldValues
+    handed: HeldValues = ()
     graph: KeptGraph | None = None
     last: LastProduct | None = None
 
@@ -293,7 +295,7 @@ class Backward:
     def _as_it_was(self, call: Call) -> Iterator[None]:
         """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        with held(call.own), placed(call.buffers, call.attributes):
+        with held(call.own), held(call.handed), placed(call.buffers, call.attributes):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield

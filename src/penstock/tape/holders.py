@@ -38,6 +38,11 @@ _WITHOUT = (
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, types.NoneType, bool, int, float, str, torch.dtype, torch.device})
+"""Types of nearly all arguments of blocks."""
+_NO_DATA = (torch.Tensor, types.FunctionType, types.MethodType, functools.partial, *_WITHOUT)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Holder(ABC):
     """A place for a value: in ``of``, by ``key``. Two are equal if they are the same place."""
@@ -247,6 +252,25 @@ def _parts(values: Iterable[Any]) -> Iterator[tuple[_Step | None, Any]]:
         if id(item) not in seen and not isinstance(item, (torch.Tensor, *_WITHOUT)):
             seen.add(id(item))
             queue += islice(_within(item), _MOST_OF_ONE)
+
+
+def attributes_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
+    """The attributes and entries of all objects and dicts within arguments, each place with its value now; without
+    functions, of which nobody sets any."""
+    found: list[tuple[Holder, Any]] = []
+    seen: set[int] = set()
+    left = [*arguments]
+    while left and len(found) < _MOST_OF_ONE:
+        item = left.pop()
+        if type(item) in _PLAIN or isinstance(item, _NO_DATA) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        for step, part in _within(item):
+            left.append(part)
+            if step is not None and step[0] is not Contents:
+                kind, of, key = step
+                found.append((kind(of=of, key=key), part))
+    return tuple(found)
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:

@@ -338,7 +338,7 @@ class Probe:
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        finds = tuple(dict.fromkeys((*self._accesses.found_by(self._watch.segment), *self._smuggled.handed)))
+        finds = tuple(dict.fromkeys((*self._accesses.found_by(self._watch.segment), *self._smuggled.lists)))
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -346,7 +346,7 @@ class Probe:
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
         changed = before.changed()
-        suspended.own.note(self._smuggled.handed)
+        suspended.own.note(self._smuggled.lists)
         suspended.backward.see(
             self._watch.segment,
             buffers=copies((b.module, b.name, b.value) for b in changed),

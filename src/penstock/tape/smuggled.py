@@ -53,8 +53,9 @@ class Smuggled:
         self.found: str | None = None
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
-        self.handed: dict[Holder, None] = {}
-        """those among them within what the latest call was handed, from which it may read"""
+        self.lists: dict[Holder, None] = {}
+        """those among them that are lists within what the latest call was handed, and from which it has read: of others,
+        which are there to be added to, no micro-batch has one of its own"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
@@ -67,11 +68,8 @@ class Smuggled:
         """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, some of them
         ``within`` dicts and lists of these identities, or the model's own code.
         """
-        self._segment, self._block, self._within, self.handed = segment, block, within, {}
-        operands = [Operand(t, storage_key(t), self._birth(t)) for t in handed if trees.has_storage(t)]
-        self._handed = {operand.storage for operand in operands}
-        for operand in operands:  # also those of which no op tells that they are read (``tolist``, compiled blocks)
-            self._note_handed(operand, logs=False)
+        self._segment, self._block, self._within, self.lists = segment, block, within, {}
+        self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         self._beside.clear()
         if block is not None:
             self._blocks[segment] = block
@@ -88,7 +86,7 @@ class Smuggled:
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
-        self.read.update(dict.fromkeys(self.handed, self._segment))
+        self.read.update(dict.fromkeys(self.lists, self._segment))
         self._segment = None
         self._views.clear()
         for tensor in returned:
@@ -228,21 +226,17 @@ class Smuggled:
             if birth is None or (birth.depends and birth.segment != self._segment):
                 self.read.update((holder, self._segment) for holder in self._places(operand))
         elif storage in self._handed:
-            self._note_handed(operand)
+            if birth is None or birth.segment != self._segment:
+                self.lists.update((place, None) for place in self._places(operand) if self._is_list(place))
         elif birth is None and storage in self._own:
             self._beside.setdefault(storage, tensor)
 
+    def _is_list(self, place: Holder) -> bool:
+        """True of a list, a set or a deque within what the call is handed."""
+        return isinstance(place.container, list | set | deque) and id(place.container) in self._within
+
     def _places(self, operand: Operand) -> Way:
         return self._kept.get(operand.storage, ()) if operand.birth is None else operand.birth.kept
-
-    def _note_handed(self, operand: Operand, *, logs: bool = True) -> None:
-        """Note where a block finds what it is handed. ``logs``: also in lists, which may be there to be added to, and
-        would lose what other micro-batches have added."""
-        if operand.birth is None or operand.birth.segment != self._segment:
-            places = [p for p in self._places(operand) if id(p.container) in self._within]
-            self.handed.update(
-                dict.fromkeys(p for p in places if logs or not isinstance(p.container, list | set | deque))
-            )
 
     def _find(self, what: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):

@@ -27,11 +27,11 @@ from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
 from penstock.tape.facts import Facts, Site
-from penstock.tape.holders import places_in
+from penstock.tape.holders import attributes_handed, places_in
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
-from penstock.tape.own_values import OwnValues
+from penstock.tape.own_values import Held, OwnValues, put
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import CHANGES, put_back
 
@@ -43,11 +43,13 @@ _NO_GRAPH = re.compile(r"does not require grad|doesn't require grad|requires_gra
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A suspended block call: the block, its (args, kwargs), and the distinct tensors among these, by their places."""
+    """A suspended block call: the block, its (args, kwargs), the distinct tensors among these, by their places, and the
+    attributes and entries of objects in them, as the micro-batch has left them."""
 
     site: Site
     inputs: Any
     tensors: dict[trees.Place, torch.Tensor]
+    attributes: Held
 
 
 def current_forward() -> "SuspendedForward | None":
@@ -79,6 +81,7 @@ class SuspendedForward:
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
         self.own = OwnValues()
+        self.handed: Held = ()  # of the call that runs, ``Arrival.attributes``
         self.keeping: Keeping | None = None  # of the next call, whose graph is kept
         self.answer: Callable[[], Any] | None = (
             None  # what the call it is suspended at returns, which is made elsewhere
@@ -145,7 +148,7 @@ class SuspendedForward:
             if carrier is not None:
                 outer.apply(self.flags, self.modes_now())
             self.arrival = None
-            self.outputs = []
+            self.outputs, self.handed = [], ()
             self._copies.clear()
             self.backward.clear()
             self.own.clear()
@@ -164,13 +167,19 @@ class SuspendedForward:
         """A block call inside the greenlet: suspended, then run and cut, then suspended again."""
         refuse_stacked(site.name, self._stacks)
         args, kwargs = self._copied(without_caches(site.name, site.forward, args, kwargs))
-        self.arrival = Arrival(site=site, inputs=(args, kwargs), tensors=trees.places((args, kwargs)))
+        self.arrival = Arrival(
+            site=site,
+            inputs=(args, kwargs),
+            tensors=trees.places((args, kwargs)),
+            attributes=attributes_handed((*args, *kwargs.values())),
+        )
         if any(t.is_nested for t in self.arrival.tensors.values()):
             raise ModelError(f"block {site.name!r} is handed a nested tensor: pad it, or nest it within the block")
         self._look_beside((args, kwargs))
         self._suspend("call")
-        args, kwargs = self.arrival.inputs
+        (args, kwargs), self.handed = self.arrival.inputs, self.arrival.attributes
         self.arrival = None
+        put(self.handed)
         answer, self.answer = self.answer, None
         if answer is not None:
             output = answer()
@@ -179,6 +188,7 @@ class SuspendedForward:
         if self._in_probe:
             self.returned = output
         del args, kwargs, answer
+        self.handed = ()
         if not self._goes_on:
             self._suspend("cut")
         self.outputs = []
@@ -308,6 +318,7 @@ class SuspendedForward:
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
                 own=self.own.now(self.facts.finds),
+                handed=self.handed,
                 graph=None if keeping is None else self._kept(cuts.originals, before, keeping),
                 last=self.facts.last,
             )
