@@ -51,7 +51,7 @@ def on_a_host(mesh: DeviceMesh) -> None:
     os.environ["GROUP_RANK"] = str(mesh.get_rank())
 
 
-def steps_of_two_engines(mesh: DeviceMesh, folder: Path) -> Any:
+def steps_of_two_engines(mesh: DeviceMesh, folder: Path | None) -> Any:
     """Predicted seconds of a step in each, losses, random numbers from then on, and what was said."""
     on_a_host(mesh)
     said, handler = list[str](), logging.Handler()
@@ -83,6 +83,18 @@ def test_hosts_measure_their_link_once_and_steps_are_predicted_by_it(
     assert found is not None
     assert found.nic is not None
     assert replace(found, nic=None, file="") == replace(profile, file="")
+
+
+def test_ranks_without_a_disk_keep_their_link_beside_the_drives_that_are_known(
+    profile: Machine, tmp_path: Path
+) -> None:
+    one, other = together(2, steps_of_two_engines, None)
+    assert one[0] == other[0]
+    assert all(one[0])
+    found = find_profile(kind="cpu")
+    assert found is not None
+    assert found == find_profile([tmp_path], kind="cpu") == replace(profile, nic=found.nic)
+    assert found.nic is not None
 
 
 def test_nothing_is_measured_where_nothing_may_be(

@@ -168,7 +168,8 @@ def _measured(
     among: Sequence[int],
     optimizer: str,
 ) -> Machine:
-    """The machine with a drive for each of ``paths``, in that order. ``missing``: those of which ``known`` has none."""
+    """The machine with a drive for each of ``paths``, in that order; without these, with those that it has.
+    ``missing``: those of ``paths`` of which ``known`` has none."""
     folders = {file_system(folder): folder for folder in map(files.nearest_folder, missing)}  # each file system once
     asked, had = list(folders.values()), dict[Path, Drive]()
     if known is None:
@@ -181,7 +182,7 @@ def _measured(
     measured = dict(zip(folders, drives, strict=True))
     real = [path.resolve() for path in paths]
     found = (had.get(path) or replace(measured[file_system(path)], path=str(path)) for path in real)
-    return replace(machine, drives=tuple(found))
+    return replace(machine, drives=tuple(found)) if paths else machine
 
 
 def _quietly(what: str) -> nullcontext[None]:
