@@ -145,21 +145,35 @@ def test_a_link_that_cannot_be_kept_is_measured_once_in_a_process(profile: Machi
     assert [line.rpartition(", ")[2] for line in one[3] if "measured what" in line] == ["not kept (no room)"]
 
 
-def without_memory(mesh: DeviceMesh, folder: Path) -> Any:
-    def none(_: torch.device) -> None:
-        raise MemoryError("there is none")
+def failing(mesh: DeviceMesh, folder: Path, where: str, error: Exception) -> Any:
+    def fails(*_: object) -> None:
+        raise error
 
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank():
-            patch.setattr(between.work, "layer", none)
+            patch.setattr(between, where, fails)
         return steps_of_two_engines(mesh, folder)
 
 
+@pytest.mark.parametrize("ranks", [together, pipeline])
+@pytest.mark.parametrize("where", ["_lanes", "_exchanging"])
+def test_ranks_train_without_a_link_that_one_cannot_measure(
+    ranks: Any, where: str, profile: Machine, tmp_path: Path
+) -> None:
+    one, other = ranks(2, failing, tmp_path, where, MemoryError("there is none"))
+    assert one[0] == other[0] == [None, None]
+    assert one[1] == other[1]
+    words = "what 2 hosts send each other could not be measured: rank 1: MemoryError: there is none"
+    assert [said.count(words) for *_, said in (one, other)] == [2, 0]
+    assert any(line.startswith("nothing is predicted: ") for line in one[3])
+    assert find_profile([tmp_path], kind="cpu") == profile
+
+
 def test_each_rank_of_a_pipeline_says_why_a_measurement_has_failed(profile: Machine, tmp_path: Path) -> None:
-    one, other = World(2, without_memory, tmp_path, axis="pp").outcomes()
-    assert (one.kind, other.kind) == ("RankError", "MemoryError")
+    one, other = World(2, failing, tmp_path, "_calls", ArithmeticError("it is Monday"), axis="pp").outcomes()
+    assert (one.kind, other.kind) == ("RankError", "ArithmeticError")
     assert one.said.startswith("rank 1 ")
-    assert "has failed: MemoryError: there is none" in one.said
+    assert "has failed: ArithmeticError: it is Monday" in one.said
 
 
 def the_last_two(mesh: DeviceMesh, folder: Path) -> Any:

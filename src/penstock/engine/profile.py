@@ -94,7 +94,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
 def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device: torch.device) -> Machine | None:
     """``found``, the stored profile of this machine with these directories, with the link between the hosts that the
     ranks are on. All ranks come here, with what rank 0 has ``found`` or without. What the profile does not tell is
-    measured by them together, which rank 0 says in a line, and stores.
+    measured by them together, which rank 0 says in a line, and stores. What cannot be measured is said, too.
 
     Raises:
         ConfigError: the environment's switch is neither "never" nor left out.
@@ -118,6 +118,10 @@ def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device
     try:
         with _sharing_all(ranks, device) as flat:
             link = examine.link(flat, device, examine.BRIEF, _quietly)
+    except (ConfigError, BudgetError) as error:  # the same on all ranks
+        if ranks.rank == 0:
+            log.warning("what %d hosts send each other could not be measured: %s", ranks.hosts, error)
+        return found
     finally:
         before.restore()
         if device.type != "cpu":
