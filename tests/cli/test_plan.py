@@ -562,6 +562,8 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
         (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch=0: must be a whole number"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "x"), "--batch must be a whole number"),
+        (("--model", "gpt-65b", "--batch", "1048577"), "--batch=1048577: a step is trained on at most 1,048,576"),
+        (("a.yaml", "--batch", "1048577"), "--batch=1048577: a step is trained on at most 1,048,576 sequences"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--tbw", "-3"), "--tbw=-3: must be a number"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "much"), "--host: 'much' is not a size"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--host", "9TiB"), "has 512 GiB of host memory"),

@@ -26,15 +26,16 @@ from penstock.doctor import between, device, disk, examine, mounts, work
 from penstock.doctor.disk import Scratch
 from penstock.errors import ConfigError
 from penstock.hardware import system
-from penstock.hardware.machine import Machine, Network, Sustained, load_machine, parse_machine
-from penstock.hardware.profiles import find_profile, profile_folder
+from penstock.hardware.machine import Between, Machine, Network, Sustained, load_machine, parse_machine
+from penstock.hardware.profiles import find_profile, profile_folder, save_profile
 from penstock.schedule.program import ALIGN
 from penstock.store import packed
 from tests import warm
 from tests.accelerator import DEVICE
 from tests.hardware.test_profile import CROSSING
-from tests.machines import GIB, SMALL, drive, gpu, host
+from tests.machines import GIB, SMALL, drive, gpu, host, measured_here
 from tests.patience import PATIENCE, until
+from tests.questions import MACHINE
 
 BRIEF = examine.Effort(seconds=0.005, rounds=1, disk=SMALL)
 
@@ -125,6 +126,28 @@ def test_the_switches_choose_the_effort(
 ) -> None:
     assert main(["doctor", switch, "--path", str(tmp_path)]) == 0
     assert measured == [getattr(examine, effort)]
+
+
+def test_links_that_are_not_measured_are_kept_as_they_were_known_and_that_is_said(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, board = Network(bandwidth=2e9, latency=1e-4), Network(bandwidth=3e9, latency=1e-5)
+    two, four = (Between(ranks=ranks, bandwidth=1e9 * ranks, latency=1e-5) for ranks in (2, 4))
+    alone = measured_here(replace(MACHINE, drives=(drive(path=str(tmp_path)),), between=(replace(two, bandwidth=9e9),)))
+    save_profile(replace(alone, device=replace(alone.device, name="another"), nic=board))
+    save_profile(replace(alone, drives=(), nic=link, network=board, between=(two, four)))
+    monkeypatch.setattr(examine, "examine", lambda *_: alone)
+    for said in (
+        ["Not measured now, and kept as it was known before: what 4 ranks, any ranks, hosts send each other."],
+        [],
+    ):
+        assert main(["doctor", "--path", str(tmp_path)]) == 0
+        out, _ = capsys.readouterr()
+        assert [line for line in out.splitlines() if "Not measured now" in line] == said
+        assert "\n    hosts                         2     0.10 ms" in out
+        kept = replace(alone, nic=link, network=board, between=(replace(two, bandwidth=9e9), four))
+        assert find_profile([tmp_path], kind="cpu") == kept
+        alone = kept  # as if all of it had been measured
 
 
 def test_what_is_written_until_a_rate_settles_is_said_beforehand(

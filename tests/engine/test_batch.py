@@ -219,6 +219,21 @@ def test_places_that_begin_anew_within_a_row_are_another_shape() -> None:
     assert not batch.handed_alike(two, shapes((0, 1, 0), (0, 1, 2)))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_places_in_a_dtype_that_torch_does_not_subtract_are_handed_on_as_the_same_numbers(dtype: torch.dtype) -> None:
+    places = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
+    given = {"position_ids": places.to(dtype), "pixels": places.to(dtype)}
+    found = batch.to_device(given, torch.device("cpu"), torch.float32)
+    assert torch.equal(found["position_ids"], places)
+    assert found["position_ids"].dtype == torch.int64
+    assert found["pixels"].dtype == dtype, "they are whatever the model takes them for"
+    assert batch.nbytes(given, torch.float32) == 8 * (8 + dtype.itemsize)
+    assert batch.shapes(given)[1][1] == (2, 4, 1)
+    assert batch.shapes({"position_ids": places[:1].to(dtype)})[0][1] == (1, 4, 0)
+    wraps = torch.tensor([[254, 255, 0, 1]], dtype=torch.uint8)
+    assert batch.shapes({"position_ids": wraps})[0][1] == (1, 4, 1)
+
+
 def test_places_without_one_piece_of_memory_are_a_shape() -> None:
     rows = [torch.arange(2), torch.arange(3)]
     nested = batch.shapes({"position_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})

@@ -135,6 +135,23 @@ def test_what_ranks_send_each_other_is_measured_where_a_profile_does_not_tell(
     assert len(asked) == 1
 
 
+def test_what_a_run_without_a_disk_measures_leaves_the_drives_known(
+    tmp_path: Path, asked: list[tuple[str, Any]]
+) -> None:
+    """A newer profile without drives would be that of a machine that has none."""
+    known = measured_here(machine(tmp_path))
+    save_profile(known)
+    found = profile_of([], CPU, RATE, ranks=2)
+    assert asked == [("more", ([], (2,)))]
+    assert found is not None
+    assert found == replace(known, between=found.between) == find_profile() == find_profile([tmp_path])
+    assert [one.ranks for one in found.between] == [2]
+    (kept,) = profile_folder().iterdir()
+    save_profile(replace(known, drives=(drive(path=str(tmp_path), mount="/gone"),)))
+    kept.unlink()
+    assert profile_of([], CPU, RATE, ranks=2) == replace(found, drives=()), "a drive that is gone is of no use"
+
+
 @pytest.mark.accelerator
 def test_an_optimizer_that_a_profile_has_not_seen_on_the_device_is_measured_there(
     tmp_path: Path, asked: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,24 @@ def test_what_a_link_of_hosts_slows_is_slowed_by_each_lane_that_goes_over_it() -
     assert of_each_rank(linked(nic=nic), 2).contention == of_each_rank(linked(), 2).contention, "of one host"
 
 
+def test_collectives_that_leave_a_host_slow_and_are_slowed_as_its_link() -> None:
+    """Not as those within it, which the processors carry: exchanges of three ranks of a host, which have one level, and
+    collectives of neighbours in pipelines that are on several hosts."""
+    nic = replace(NIC, contention={"compute+nic": 0.08})
+    within = replace(WITHIN, contention={"compute+net": 0.9, "net+cpu": 0.7})
+    whole = linked(nic=nic, between=(within,))
+    for ranks in (4, 6):
+        seen = of_each_rank(whole, ranks, hosts=2).contention
+        assert seen["compute+nic"] == 0.08
+        crosses = ranks == 6
+        assert (seen["compute+net"], seen.get("net+cpu")) == ((0.08, None) if crosses else (0.9, 0.7))
+    for hosts, beside in ((2, 3), (4, 4)):
+        seen = of_pipeline(whole, 2 * beside, hosts=hosts, beside=beside).contention
+        assert seen["compute+send"] == 0.08
+        crosses = hosts == 4
+        assert (seen["compute+net"], seen.get("net+cpu")) == ((0.08, None) if crosses else (0.9, 0.7))
+
+
 def test_every_rank_has_room_on_disk_as_the_one_with_the_least_has() -> None:
     """Of three drives and two ranks one rank has two, and one a single one; four ranks have a third, or half of one."""
     drives = machine(drives=3).drives

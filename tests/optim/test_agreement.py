@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import planning
+from penstock.engine import device
 from penstock.optim import fallback, kernels
 from penstock.optim.agreement import PRECISIONS, other_bits
 from penstock.optim.codes import Codes
@@ -62,9 +62,9 @@ def test_one_bit_of_compact_moments_is_a_difference_and_named(part: str, which: 
 def test_a_run_that_steps_on_the_device_says_once_where_bits_differ(
     different: tuple[str, ...], said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(planning, "other_bits", lambda *_: different)
-    planning.warn_of_other_bits.cache_clear()
+    monkeypatch.setattr(device, "other_bits", lambda *_: different)
+    device.warn_of_other_bits.cache_clear()
     for _ in range(2):
-        planning.warn_of_other_bits(CPU, "adamw.bf16")
+        device.warn_of_other_bits(CPU, "adamw.bf16")
     assert len([r for r in caplog.records if "differ from the host's in some bits" in r.message]) == said
-    planning.warn_of_other_bits.cache_clear()
+    device.warn_of_other_bits.cache_clear()

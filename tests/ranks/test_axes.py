@@ -61,6 +61,17 @@ def test_another_order_is_refused(names: tuple[str, ...]) -> None:
         read(**dict.fromkeys(names, 2))
 
 
+@pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 2], [1, 0]]])
+@pytest.mark.parametrize("names", [("dp_replicate", "dp_shard"), ("pp", "dp_shard"), ("dp_shard", "cp")])
+def test_ranks_that_are_not_in_ascending_order_are_refused(names: tuple[str, ...], order: list[list[int]]) -> None:
+    mesh: Any = Mesh(**dict.fromkeys(names, 2))
+    mesh.mesh = 4 + 2 * mesh.mesh
+    assert axes_of(mesh).members == [4, 6, 8, 10]
+    mesh.mesh = torch.tensor(order)
+    with pytest.raises(ConfigError, match=r"mesh has the ranks \d, 2, 1, \d, row by row: give them in ascending order"):
+        axes_of(mesh)
+
+
 @pytest.mark.parametrize(("groups", "cp"), [(1, 1), (4, 1), (1, 4), (2, 2), (3, 2)])
 def test_every_span_of_every_micro_batch_of_a_step_has_a_number_of_its_own(groups: int, cp: int) -> None:
     """Those of the first spans are those without: ``cp`` alone changes which random numbers are drawn."""

@@ -51,7 +51,7 @@ def on_a_host(mesh: DeviceMesh) -> None:
     os.environ["GROUP_RANK"] = str(mesh.get_rank())
 
 
-def steps_of_two_engines(mesh: DeviceMesh, folder: Path) -> Any:
+def steps_of_two_engines(mesh: DeviceMesh, folder: Path | None) -> Any:
     """Predicted seconds of a step in each, losses, random numbers from then on, and what was said."""
     on_a_host(mesh)
     said, handler = list[str](), logging.Handler()
@@ -83,6 +83,18 @@ def test_hosts_measure_their_link_once_and_steps_are_predicted_by_it(
     assert found is not None
     assert found.nic is not None
     assert replace(found, nic=None, file="") == replace(profile, file="")
+
+
+def test_ranks_without_a_disk_keep_their_link_beside_the_drives_that_are_known(
+    profile: Machine, tmp_path: Path
+) -> None:
+    one, other = together(2, steps_of_two_engines, None)
+    assert one[0] == other[0]
+    assert all(one[0])
+    found = find_profile(kind="cpu")
+    assert found is not None
+    assert found == find_profile([tmp_path], kind="cpu") == replace(profile, nic=found.nic)
+    assert found.nic is not None
 
 
 def test_nothing_is_measured_where_nothing_may_be(
@@ -133,21 +145,35 @@ def test_a_link_that_cannot_be_kept_is_measured_once_in_a_process(profile: Machi
     assert [line.rpartition(", ")[2] for line in one[3] if "measured what" in line] == ["not kept (no room)"]
 
 
-def without_memory(mesh: DeviceMesh, folder: Path) -> Any:
-    def none(_: torch.device) -> None:
-        raise MemoryError("there is none")
+def failing(mesh: DeviceMesh, folder: Path, where: str, error: Exception) -> Any:
+    def fails(*_: object) -> None:
+        raise error
 
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank():
-            patch.setattr(between.work, "layer", none)
+            patch.setattr(between, where, fails)
         return steps_of_two_engines(mesh, folder)
 
 
+@pytest.mark.parametrize("ranks", [together, pipeline])
+@pytest.mark.parametrize("where", ["_lanes", "_exchanging"])
+def test_ranks_train_without_a_link_that_one_cannot_measure(
+    ranks: Any, where: str, profile: Machine, tmp_path: Path
+) -> None:
+    one, other = ranks(2, failing, tmp_path, where, MemoryError("there is none"))
+    assert one[0] == other[0] == [None, None]
+    assert one[1] == other[1]
+    words = "what 2 hosts send each other could not be measured: rank 1: MemoryError: there is none"
+    assert [said.count(words) for *_, said in (one, other)] == [2, 0]
+    assert any(line.startswith("nothing is predicted: ") for line in one[3])
+    assert find_profile([tmp_path], kind="cpu") == profile
+
+
 def test_each_rank_of_a_pipeline_says_why_a_measurement_has_failed(profile: Machine, tmp_path: Path) -> None:
-    one, other = World(2, without_memory, tmp_path, axis="pp").outcomes()
-    assert (one.kind, other.kind) == ("RankError", "MemoryError")
+    one, other = World(2, failing, tmp_path, "_calls", ArithmeticError("it is Monday"), axis="pp").outcomes()
+    assert (one.kind, other.kind) == ("RankError", "ArithmeticError")
     assert one.said.startswith("rank 1 ")
-    assert "has failed: MemoryError: there is none" in one.said
+    assert "has failed: ArithmeticError: it is Monday" in one.said
 
 
 def the_last_two(mesh: DeviceMesh, folder: Path) -> Any:

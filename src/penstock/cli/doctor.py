@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine, Network
-from penstock.hardware.profiles import check_can_be_saved, save_profile
+from penstock.hardware.profiles import check_can_be_saved, save_profile, with_known_links
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from penstock.ranks.group import Ranks
@@ -76,7 +76,10 @@ def run(arguments: Arguments) -> int:
     begun = time.perf_counter()
     display = choose_display(sys.stderr if arguments.json else sys.stdout)
     with launched(None, LayoutConfig()) as hosts:
-        machine = _measured(arguments, hosts, display)
+        measured = _measured(arguments, hosts, display)
+    machine = with_known_links(measured)
+    if kept := [name for name in _links(machine) if name not in _links(measured)]:
+        display.say(f"Not measured now, and kept as it was known before: what {', '.join(kept)} send each other.")
     if arguments.json:
         print(machine.to_json(), end="")
     else:
@@ -131,7 +134,7 @@ def describe(machine: Machine) -> str:
         [*_crossing(machine.crossing)] if machine.crossing is not None else [],
         [*_drives(machine.drives)] if machine.drives else [],
         [*_contention(machine)] if machine.contention else [],
-        [*_between(machine)] if machine.between or machine.nic else [],
+        [*_between(machine)] if _links(machine) else [],
         [*_wrong(machine.warnings)],
     ]
     return "\n" + "\n\n".join("\n".join(part) for part in parts if part)
@@ -239,14 +242,20 @@ def _contention(machine: Machine) -> Iterator[str]:
 
 def _between(machine: Machine) -> Iterator[str]:
     """Rates of collectives between ranks, and between hosts, and how much these and the other lanes slow each other."""
-    links: list[tuple[str, str, Network]] = [(f"{one.ranks} ranks", "net", one) for one in machine.between]
-    links += [("hosts", "nic", machine.nic)] if machine.nic is not None else []
     lanes = ("compute", "cpu", "h2d", "d2h") if machine.device.kind == "cpu" else ()  # of a GPU nobody has looked
     yield f"  {'between':<22}{'GB/s each':>11}{'collective':>12}" + "   takes longer beside" * bool(lanes)
-    for name, lane, link in links:
+    for name, link in _links(machine).items():
+        lane = "nic" if link is machine.nic else "net"
         beside = (f"{other} {1 + link.contention.get(f'{lane}+{other}', 0.0):.2f}x" for other in lanes)
         rates = f"{_gb(link.bandwidth):>11}{link.latency * 1e3:>9.2f} ms"
         yield _row(f"  {name}", f"{rates}   {', '.join(beside)}").rstrip()
+
+
+def _links(machine: Machine) -> dict[str, Network]:
+    """The links that a profile tells of, by the name of what they are between."""
+    links: dict[str, Network | None] = {"any ranks": machine.network, "hosts": machine.nic}
+    links = {f"{one.ranks} ranks": one for one in machine.between} | links
+    return {name: link for name, link in links.items() if link is not None}
 
 
 def _gb(rate: float) -> str:

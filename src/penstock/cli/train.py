@@ -51,7 +51,7 @@ from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
 from penstock.errors import BudgetError, ConfigError, StoreError, is_out_of_memory
 from penstock.hardware.machine import DeviceKind, Machine
-from penstock.hardware.profiles import check_can_be_saved, find_profile, save_profile, why_none
+from penstock.hardware.profiles import check_can_be_saved, find_profile, save_profile, why_none, with_known_links
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
 from penstock.loss.tiled import plain_head, tiled_loss
@@ -430,7 +430,8 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
         try:
             check_can_be_saved()
             display.say(f"{why[0].upper()}{why[1:]}: measuring it, once (penstock doctor does it more thoroughly)")
-            save_profile(examine.examine(list(existing), examine.QUICK, device, display.working, among, steps))
+            found = examine.examine(list(existing), examine.QUICK, device, display.working, among, steps)
+            save_profile(with_known_links(found))
         except ConfigError as error:
             raise ConfigError(f"{error}. Or train without a prediction, which measures nothing: --plan null") from None
         found = find_profile(paths, kind=kind, device=name)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
-_MOST = {"sequences": 1 << 20, "tokens": 1 << 34}
+MOST_SEQUENCES = 1 << 20
+_MOST = {"sequences": MOST_SEQUENCES, "tokens": 1 << 34}
 """More than any step has, and as many as can be counted through."""
 
 
@@ -49,10 +50,10 @@ class BatchConfig:
                 f"batch.tokens={self.tokens} is not a whole number of sequences of data.sequence_length="
                 f"{sequence_length} tokens: give {' or '.join(map(str, near))}"
             )
-        if count > _MOST["sequences"]:
+        if count > MOST_SEQUENCES:
             raise ConfigError(
                 f"batch.tokens={self.tokens} is {count:,} sequences of data.sequence_length={sequence_length} tokens: "
-                f"give at most {_MOST['sequences'] * sequence_length:,}"
+                f"give at most {MOST_SEQUENCES * sequence_length:,}"
             )
         return count
 

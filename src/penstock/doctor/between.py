@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +35,8 @@ from penstock.ranks.process_groups import join
 from penstock.ranks.start import torchrun_mesh
 from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.place import FP32
+
+T = TypeVar("T")
 
 LARGE, _SMALL = 1 << 22, 1 << 10
 """elements that a collective is of in all: 16 MiB, of which a block of a small model has a few; and next to none"""
@@ -102,7 +105,11 @@ def look(ranks: Ranks, seconds: float, rounds: int) -> Between:
 
 def link(ranks: Ranks, device: torch.device, seconds: float, rounds: int) -> Network:
     """Measure a host's link to the others together with all other ranks, which call this too: ranks that share all
-    state, on several hosts. The first rank of each host sends and receives; the others compute as it does."""
+    state, on several hosts. The first rank of each host sends and receives; the others compute as it does.
+
+    Raises:
+        BudgetError, ConfigError: on all ranks: one has no room to measure in. They can go on together.
+    """
     place = ranks if ranks.size == ranks.hosts else ranks.of_place
     return _look(ranks, place if ranks.is_first_on_host else None, "nic", device, seconds, rounds)
 
@@ -111,19 +118,20 @@ def _look(
     ranks: Ranks, among: Ranks | None, crossing: Lane, device: torch.device, seconds: float, rounds: int
 ) -> Network:
     """The link of ranks ``among`` all, over which goes what is of the lane ``crossing``. None: this rank has none."""
-    small, numel = _gathering(among, _SMALL, device), _size(ranks, among, device)
-    gather, exchange = _gathering(among, numel, device), _exchanging(among, numel, device)
-    calls = _calls(ranks, lambda: (gather(), exchange()), seconds)  # as many on each
     latency, large = [], []
     slower: dict[str, list[float]] = {}
     with ExitStack() as closing:
-        lanes: dict[Lane, Callable[[], None]] = {}
-        if device.type == "cpu":  # a GPU computes beside its link
-            lanes = {
-                "compute": work.layer(device).workers[0],
-                "cpu": work.Steps(device, threads=torch.get_num_threads()).load("adamw").workers[0],
-                "h2d": work.copies("h2d", device, closing).workers[0],
-            }
+        small, some, lanes = _made(
+            ranks,
+            lambda: (
+                _gathering(among, _SMALL, device),
+                _gathering(among, LARGE // 16, device),
+                _lanes(device, closing),
+            ),
+        )
+        numel = _size(ranks, some)
+        gather, exchange = _made(ranks, lambda: (_gathering(among, numel, device), _exchanging(among, numel, device)))
+        calls = _calls(ranks, lambda: (gather(), exchange()), seconds)  # as many on each
         for _ in range(rounds):
             latency.append(_each(ranks, small, 10 * calls))
             alone = _each(ranks, gather, calls) + 2 * _each(ranks, exchange, calls)
@@ -141,6 +149,33 @@ def _look(
         latency=wait,
         contention={pair: value for pair, value in contention.items() if value >= LEAST},
     )
+
+
+def _lanes(device: torch.device, closing: ExitStack) -> dict[Lane, Callable[[], None]]:
+    """The work of other lanes that sending and it may slow."""
+    if device.type != "cpu":  # a GPU computes beside its link
+        return {}
+    return {
+        "compute": work.layer(device).workers[0],
+        "cpu": work.Steps(device, threads=torch.get_num_threads()).load("adamw").workers[0],
+        "h2d": work.copies("h2d", device, closing).workers[0],
+    }
+
+
+def _made(ranks: Ranks, make: Callable[[], T]) -> T:
+    """This rank's result of ``make``, once all have theirs. Where one has no room for it, nobody waits for that one.
+
+    Raises:
+        BudgetError, ConfigError: on all ranks, what it has raised.
+    """
+
+    def made() -> T:
+        try:
+            return make()
+        except (OSError, MemoryError, RuntimeError) as error:  # torch's: no memory, for one
+            raise ConfigError(f"{type(error).__name__}: {error}") from error
+
+    return ranks.jointly("measurement", made)
 
 
 def other_bits(ranks: Ranks) -> tuple[str, ...]:
@@ -194,12 +229,12 @@ def _nothing() -> None:
     """A call of a rank that sends nothing."""
 
 
-def _size(ranks: Ranks, among: Ranks | None, device: torch.device) -> int:
-    """Elements of a collective to measure with, the same on all ranks: fewer where the link is slow."""
+def _size(ranks: Ranks, some: Callable[[], None]) -> int:
+    """Elements of a collective to measure with, the same on all ranks: fewer where the link is slow, by a collective of
+    ``some``, a sixteenth of the most."""
+    some()
+    took = _each(ranks, some, 1)
     brief = LARGE // 16
-    one = _gathering(among, brief, device)
-    one()
-    took = _each(ranks, one, 1)
     return max(brief, min(LARGE, brief << max(0, int(_LONG / took).bit_length() - 1)))
 
 

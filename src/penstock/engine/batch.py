@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,13 +105,13 @@ def _exact(micro_batch: MicroBatch) -> set[str]:
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype, but labels and what only a loss reads in fp32, if they are no narrower. A forward may write to the
-    copies, so each is handed its own. What holds no tensor that ``trees`` sees is handed on as it is: a list that is
-    collected in."""
+    compute dtype, but labels and what only a loss reads in fp32, if they are no narrower; places of tokens in a dtype
+    that models can compute with. A forward may write to the copies, so each is handed its own. What holds no tensor
+    that ``trees`` sees is handed on as it is: a list that is collected in."""
     exact = _exact(micro_batch)
 
     def move(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        to = _dtype_there(tensor, name in exact, dtype)
+        to = _dtype_there(tensor, name, exact, dtype)
         return tensor.to(device=device, dtype=to, non_blocking=True, copy=True)
 
     # One that a value holds twice is counted and moved once.
@@ -121,11 +121,20 @@ def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype)
     }
 
 
-def _dtype_there(tensor: torch.Tensor, exact: bool, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of a micro-batch has on the device, which computes in ``dtype``."""
+_LARGE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes in which torch neither subtracts nor looks up."""
+
+
+def _is_of_places(name: object) -> bool:
+    return str(name).endswith("position_ids")
+
+
+def _dtype_there(tensor: torch.Tensor, name: object, exact: Container[object], dtype: torch.dtype) -> torch.dtype:
+    """The dtype on the device, which computes in ``dtype``, of a tensor of the micro-batch's entry ``name``. Those in
+    ``exact`` keep their precision."""
     if not tensor.is_floating_point():
-        return tensor.dtype
-    return (torch.float32 if tensor.dtype == torch.float64 else tensor.dtype) if exact else dtype
+        return torch.int64 if _is_of_places(name) and tensor.dtype in _LARGE_UNSIGNED else tensor.dtype
+    return (torch.float32 if tensor.dtype == torch.float64 else tensor.dtype) if name in exact else dtype
 
 
 def check_not_collected(before: Sequence[tuple[trees.Place, Any, int]]) -> None:
@@ -167,12 +176,14 @@ def shapes(micro_batch: MicroBatch) -> Shapes:
 
 
 def _hides(place: trees.Place, value: torch.Tensor) -> tuple[int, ...]:
-    name = str(place[-1])
-    if value.is_meta or not trees.has_storage(value) or not name.endswith(("attention_mask", "position_ids")):
+    if value.is_meta or not trees.has_storage(value):
         return ()
-    if name.endswith("attention_mask"):
+    if str(place[-1]).endswith("attention_mask"):
         return (int(not bool(value.all())),)
-    return (int(value.dim() > 0 and bool((value.diff(dim=-1) != 1).any())),)
+    if not _is_of_places(place[-1]):
+        return ()
+    places = value if value.is_floating_point() else value.long()  # small unsigned ones would wrap around
+    return (int(value.dim() > 0 and bool((places.diff(dim=-1) != 1).any())),)
 
 
 def digest(micro_batches: Sequence[MicroBatch], weights: Sequence[float] | None) -> str:
@@ -218,7 +229,7 @@ def nbytes(micro_batch: MicroBatch, dtype: torch.dtype) -> int:
     that keep their own."""
     exact = _exact(micro_batch)
     return sum(
-        t.numel() * _dtype_there(t, place[0] in exact, dtype).itemsize for place, t in _tensors(micro_batch).items()
+        t.numel() * _dtype_there(t, place[0], exact, dtype).itemsize for place, t in _tensors(micro_batch).items()
     )
 
 

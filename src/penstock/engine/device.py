@@ -1,5 +1,8 @@
 """The device that computes."""
 
+import logging
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -8,6 +11,10 @@ from penstock.compat.torch import storage_key
 from penstock.config import Budget, format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind
+from penstock.optim.agreement import other_bits
+from penstock.optim.formula import KINDS
+
+log = logging.getLogger("penstock")
 
 
 def resolve_device(asked: torch.device | str | None) -> torch.device:
@@ -68,3 +75,15 @@ def kind_of(device: torch.device) -> DeviceKind:
 def name_of(device: torch.device) -> str:
     """A device's name for people."""
     return "the processor" if device.type == "cpu" else accelerator.of(device).name(device)
+
+
+@cache
+def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
+    """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
+    kind, precision, *moments = optimizer.split(".")
+    if other_bits(device, [k for k in KINDS if k == kind], [precision], moments or ["fp32"]):
+        log.warning(
+            "%s steps on this device differ from the host's in some bits, so where the optimizer state lives changes "
+            "the numbers: budget.state='host' or 'disk' keeps it on one side",
+            optimizer,
+        )

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from penstock.config import Family, Tier, fields_of
 from penstock.engine import batch
 from penstock.engine.dealt import dealt_program, plan_among, predicted_of_all, repeat_of_all, schedules_of, times_of_all
+from penstock.engine.device import warn_of_other_bits
 from penstock.engine.following import Following, Searched, Step, better, change_in_words, wear_in_words
 from penstock.engine.interrupt import holding
 from penstock.engine.mixing import check_on_first
@@ -25,8 +26,6 @@ from penstock.errors import BudgetError, ConfigError, ModelError, StoreError, is
 from penstock.hardware.drives import together
 from penstock.hardware.machine import Network
 from penstock.hardware.sharing import link_of_messages, of_each_rank, of_pipeline
-from penstock.optim.agreement import other_bits
-from penstock.optim.formula import KINDS
 from penstock.planner.costs import contention, costs_of_plan
 from penstock.planner.dealt import Pace
 from penstock.planner.fit import fit, off_device
@@ -78,18 +77,6 @@ class Ready:
         )
 
 
-@cache
-def warn_of_other_bits(device: torch.device, optimizer: str) -> None:
-    """Say so, once, if steps of an optimizer (``"adamw.bf16"``) on the device do not have the host's bits."""
-    kind, precision, *moments = optimizer.split(".")
-    if other_bits(device, [k for k in KINDS if k == kind], [precision], moments or ["fp32"]):
-        log.warning(
-            "%s steps on this device differ from the host's in some bits, so where the optimizer state lives changes "
-            "the numbers: budget.state='host' or 'disk' keeps it on one side",
-            optimizer,
-        )
-
-
 _OFTEN = 0.5
 
 
@@ -123,6 +110,8 @@ class Planning:
         """the reason for a change of plan since the step before; None: it has not changed"""
         self.repeats = Repeats(expected_repeats(settings))
         self._plans: dict[bool, Ready] = {}
+        self._last: dict[bool, Ready] = {}
+        """the plans from before the last change of the model"""
         self._why = ""  # the machine is another one than predicted, in words
         self._before: Ready | None = None
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
@@ -145,9 +134,10 @@ class Planning:
         another, ready = self.probing.is_of_another(train=train), self._plans.get(train)
         gathered = ranks.gather_objects("plan", (another, ready is not None and ready.covers(shapes), seen))
         if any(another for another, _, _ in gathered):
-            self.probing.forget(train=train)
-            self._plans.pop(train, None)  # now: where no other one can be made, the next step must not take this one
-            ready = None
+            ready = self._as_before(shapes, train=train)
+            if ready is not None:
+                self.probing.look_at_labels(micro_batches)
+                return self._use(ready)
         if ready is not None and all(covered for _, covered, _ in gathered):
             self.probing.look_at_labels(micro_batches)
             if train and self._following is not None:
@@ -172,6 +162,23 @@ class Planning:
             with holding(False):
                 self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
+
+    def _as_before(self, shapes: Sequence[batch.Shapes], *, train: bool) -> Ready | None:
+        """The plan from before the last change of the model, if that is taken back and the plan has room for these
+        micro-batches; None: there is to be another one. All ranks come here."""
+        now, last = self._plans.pop(train, None), self._last.pop(train, None)
+        if now is not None:
+            self._last[train] = now
+        is_again = self.probing.forget(train=train)
+        covered = is_again and last is not None and last.covers(shapes)
+        if not all(self._shared.ranks.gather_objects("plan from before", covered)) or last is None:
+            return None
+        self._before, self._plans[train] = None, last
+        if train:
+            self._is_placed(last.plan.settings.place)
+            if self._following is not None:
+                self._following.changed()
+        return last
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
@@ -219,6 +226,7 @@ class Planning:
             off, factors = learned
             self._why = what_is_off(off, machine)
             self._machine = corrected(machine, factors)
+            self._last.clear()  # they were predicted on the machine before
             times = corrected_times(times, factors, ready.plan.program.stages)
             ready = self._predicted(ready, times)
             self._plans[True] = ready
@@ -309,7 +317,8 @@ class Planning:
         """Arrays are about to be where steps are to find them."""
         if place != self.placed:
             self.placed = place
-            self._plans.pop(False, None)  # it was made for arrays in other places
+            for plans in (self._plans, self._last):
+                plans.pop(False, None)  # it was made for arrays in other places
 
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
@@ -318,6 +327,7 @@ class Planning:
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
         if self.repeats.add(over=over) and left_open:
             self.repeats.planned = self.repeats.share
+            self._last.clear()
             if (ready := self._plans.get(True)) is not None:
                 self._plans[True] = replace(ready, shapes=())  # for none; its prediction is that of the last step
 

@@ -94,7 +94,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
 def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device: torch.device) -> Machine | None:
     """``found``, the stored profile of this machine with these directories, with the link between the hosts that the
     ranks are on. All ranks come here, with what rank 0 has ``found`` or without. What the profile does not tell is
-    measured by them together, which rank 0 says in a line, and stores.
+    measured by them together, which rank 0 says in a line, and stores. What cannot be measured is said, too.
 
     Raises:
         ConfigError: the environment's switch is neither "never" nor left out.
@@ -118,6 +118,10 @@ def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device
     try:
         with _sharing_all(ranks, device) as flat:
             link = examine.link(flat, device, examine.BRIEF, _quietly)
+    except (ConfigError, BudgetError) as error:  # the same on all ranks
+        if ranks.rank == 0:
+            log.warning("what %d hosts send each other could not be measured: %s", ranks.hosts, error)
+        return found
     finally:
         before.restore()
         if device.type != "cpu":
@@ -168,7 +172,8 @@ def _measured(
     among: Sequence[int],
     optimizer: str,
 ) -> Machine:
-    """The machine with a drive for each of ``paths``, in that order. ``missing``: those of which ``known`` has none."""
+    """The machine with a drive for each of ``paths``, in that order; without these, with those that it has.
+    ``missing``: those of ``paths`` of which ``known`` has none."""
     folders = {file_system(folder): folder for folder in map(files.nearest_folder, missing)}  # each file system once
     asked, had = list(folders.values()), dict[Path, Drive]()
     if known is None:
@@ -181,7 +186,7 @@ def _measured(
     measured = dict(zip(folders, drives, strict=True))
     real = [path.resolve() for path in paths]
     found = (had.get(path) or replace(measured[file_system(path)], path=str(path)) for path in real)
-    return replace(machine, drives=tuple(found))
+    return replace(machine, drives=tuple(found)) if paths else machine
 
 
 def _quietly(what: str) -> nullcontext[None]:

@@ -143,7 +143,7 @@ def find_profile(
     """
     machines = _of_kind(paths, kind, device)
     if not paths:
-        found = next((machine for machine in machines if not any(map(is_gone, machine.drives))), None)
+        found = _with_its_drives(machines)
         return None if found is None else by_directory(found)
     if not machines:
         return None
@@ -153,6 +153,30 @@ def find_profile(
             return by_directory(replace(machine, drives=tuple(drives)))
     found, missing = _known(machines, paths)
     return None if missing else by_directory(found)
+
+
+def _with_its_drives(machines: Sequence[Machine]) -> Machine | None:
+    return next((machine for machine in machines if not any(map(is_gone, machine.drives))), None)
+
+
+def with_known_links(machine: Machine) -> Machine:
+    """A machine that was just measured, with what is stored of its links that it does not tell: those of ranks
+    (``network``, each number ``between``) and of hosts (``nic``), as the newest profile has them that does."""
+    before: list[Machine] = []
+    with suppress(ConfigError):  # of a user without a home
+        before = [
+            each
+            for each in _stored(())
+            if each.device.kind == machine.device.kind and outdated(each, device=machine.device.name) is None
+        ]
+    between = {one.ranks: one for each in (*reversed(before), machine) for one in each.between}
+    first = [machine, *before]
+    return replace(
+        machine,
+        network=next((each.network for each in first if each.network is not None), None),
+        nic=next((each.nic for each in first if each.nic is not None), None),
+        between=tuple(between[ranks] for ranks in sorted(between)),
+    )
 
 
 def by_directory(machine: Machine) -> Machine:
@@ -173,12 +197,15 @@ def find_parts(
 ) -> tuple[Machine | None, tuple[Path, ...]]:
     """The parts that are stored where there is no profile of this machine for all of ``paths``: the newest profile,
     with the directories' drives that any profile has, each as if it had the drive to itself, and the directories whose
-    drives none has. Without any profile: (None, ``paths``).
+    drives none has. Without ``paths``: the newest one whose drives are there, with these. Without any profile: (None,
+    ``paths``).
 
     Raises:
         ConfigError: as ``find_profile``.
     """
     machines = _of_kind(paths, kind, device)
+    if not paths and (whole := _with_its_drives(machines)) is not None:
+        return whole, ()
     return _known(machines, paths) if machines else (None, tuple(paths))
 
 

@@ -83,7 +83,7 @@ def of_each_rank(
     if copies == 1:
         network, across = _on_levels(machine, each, hosts) if hosts > 1 and each > 1 else (None, None)
         network = network or _collectives(machine, each, ranks, hosts)
-        leave: tuple[Lane, ...] = ("net",) if across is None else ("nic",)
+        leave: tuple[Lane, ...] = ("net",) if across is None else ("nic",) if is_branch(each) else ("net", "nic")
     else:
         network = _collectives(machine, each, ranks // copies, max(1, hosts // copies))
         across = _collectives(machine, each, copies, min(copies, hosts))
@@ -94,19 +94,21 @@ def of_each_rank(
         across=across,
         of_sequence=None if cp == 1 else _of_neighbours(machine, ranks, hosts, cp),
         between=(),
-        contention={**shared.contention, **_slowed(machine, hosts, leave)},
+        contention=_contention(machine, each, hosts, leave),
     )
 
 
-def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, float]:
-    """Slow-downs of ``lanes``, which go over a host's link, and of others by these."""
+def _contention(machine: Machine, each: int, hosts: int, leave: Sequence[Lane]) -> dict[str, float]:
+    """Slow-downs of lanes for one of ``each`` ranks on so many hosts. ``leave``: the lanes that go over a host's
+    link."""
+    found = {**machine.contention, **(within_host(machine, each).contention if each > 1 else {})}
     if hosts == 1:
-        return {}
+        return found
     assert machine.nic is not None
-    found: dict[str, float] = {}
+    found = {pair: value for pair, value in found.items() if set(leave).isdisjoint(pair.split("+"))}
     for pair, value in machine.nic.contention.items():
         slow, _, busy = pair.partition("+")
-        for lane in lanes:
+        for lane in leave:
             if busy == "nic":
                 found[f"{slow}+{lane}"] = value
             else:
@@ -115,7 +117,7 @@ def _slowed(machine: Machine, hosts: int, lanes: Sequence[Lane]) -> dict[str, fl
 
 
 def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
-    """The machine as the slowest of its ``ranks`` sees it, but for what they send each other."""
+    """The machine as the slowest of its ``ranks`` sees it, but for what they send each other and what slows what."""
     cores = machine.host.cores
     threads = max(1, cores // ranks) if threads is None else threads
     part = min(1 / ranks, threads / cores)
@@ -127,7 +129,6 @@ def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
         device=_device(machine, ranks, part, link),
         drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
         crossing=machine.crossing and machine.crossing.at(down=link, up=link, steps=part),
-        contention={**machine.contention, **within_host(machine, ranks).contention},
     )
 
 
@@ -154,9 +155,13 @@ def _collectives(machine: Machine, on_host: int, size: int, hosts: int) -> Netwo
 
 def _of_neighbours(machine: Machine, ranks: int, hosts: int, size: int) -> Network:
     """``_collectives`` of each ``size`` neighbours among ``ranks``, which all do the same at the same time."""
-    each, firsts = ranks // hosts, range(0, ranks, size)
-    spread = max(len({rank // each for rank in range(first, first + size)}) for first in firsts)
-    return _collectives(machine, each, size, spread)
+    return _collectives(machine, ranks // hosts, size, _spread(ranks, hosts, size))
+
+
+def _spread(ranks: int, hosts: int, size: int) -> int:
+    """The hosts that each ``size`` neighbours among ``ranks`` are on, at most."""
+    each = ranks // hosts
+    return max(len({rank // each for rank in range(first, first + size)}) for first in range(0, ranks, size))
 
 
 def _on_levels(machine: Machine, each: int, hosts: int) -> tuple[Network, Network]:
@@ -190,7 +195,8 @@ def of_pipeline(
     rest). ``cp``: so many of these share each sequence.
     """
     seen = of_each_rank(machine, ranks, threads, hosts, cp=cp)
-    seen = replace(seen, contention={**seen.contention, **_slowed(machine, hosts, ("send",))})
+    leave: tuple[Lane, ...] = ("send", "net") if beside == 1 or _spread(ranks, hosts, beside) > 1 else ("send",)
+    seen = replace(seen, contention=_contention(machine, ranks // hosts, hosts, leave))
     if beside > 1:
         return replace(seen, network=_of_neighbours(machine, ranks, hosts, beside), across=None)
     return seen if hosts == 1 else replace(seen, network=machine.nic)

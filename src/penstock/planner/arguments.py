@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.config import Budget, OptimizerName, StepConfig
+from penstock.config.batch import MOST_SEQUENCES
 from penstock.config.checked import check_fields
 from penstock.config.optimizer import MomentsConfig, moment_count
 from penstock.config.quantities import parse_count
@@ -38,6 +39,8 @@ class PlanInputs:
         """
         if self.batch is not None and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: must be a whole number of at least 1")
+        if self.batch is not None and self.batch > MOST_SEQUENCES:
+            raise ConfigError(f"batch={self.batch}: a step is trained on at most {MOST_SEQUENCES:,} sequences")
         check_drives(self.disk_free, self.tbw)
 
 

@@ -62,7 +62,7 @@ class Axes:
 
 def axes_of(mesh: DeviceMesh) -> Axes:
     """Raises:
-    ConfigError: the mesh is of another kind.
+    ConfigError: the mesh is of another kind, or its ranks are not in ascending order.
     """
     names = mesh.mesh_dim_names or ((SHARD,) if mesh.ndim == 1 else ())
     orders = ((PIPELINE, SHARD, CONTEXT), (REPLICATE, SHARD, CONTEXT))
@@ -85,4 +85,9 @@ def axes_of(mesh: DeviceMesh) -> Axes:
             + (f"; or for a copy on each rank stage=0 and one axis, {SHARD!r}" if each == 1 else "")
         )
     members = mesh.mesh.flatten().tolist()
+    if members != sorted(members):  # torch's groups number theirs so, whatever the order that they are given in
+        raise ConfigError(
+            f"mesh has the ranks {', '.join(map(str, members))}, row by row: give them in ascending order, as "
+            "init_device_mesh does"
+        )
     return Axes(copies=copies, members=members, stages=sizes.get(PIPELINE, 1), cp=sizes.get(CONTEXT, 1))

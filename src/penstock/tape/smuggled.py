@@ -54,8 +54,8 @@ class Smuggled:
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
         self.lists: dict[Holder, None] = {}
-        """those among them that are lists within what the latest call was handed, and that it has read: others are there
-        to be added to, by all micro-batches"""
+        """those among them that are lists within what the latest call was handed and has read: others are there to be
+        added to, by all micro-batches"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
