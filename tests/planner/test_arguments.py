@@ -17,7 +17,7 @@ from penstock.cli.plan_text import describe
 from penstock.cli.settings import load
 from penstock.cli.showing.display import choose_display
 from penstock.cli.train import profile_for_plan
-from penstock.hardware.machine import Machine
+from penstock.hardware.machine import Machine, Network
 from penstock.hardware.profiles import find_profile, on_directories, save_profile
 from penstock.planner import search
 from penstock.planner.task import Task
@@ -218,6 +218,17 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     assert found is not None
     assert found.device.kind == "cpu"
     assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
+
+
+def test_training_that_measures_other_directories_keeps_the_links_that_are_known(
+    config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, link = two_drives(config.parent), Network(bandwidth=1e9, latency=1e-4)
+    save_profile(replace(two_drives("/proc"), nic=link))
+    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *asked: made)
+    found = profile_for_plan(load(config, [("device", "cpu")]), choose_display(sys.stdout))
+    assert found is not None
+    assert found == replace(made, drives=found.drives, nic=link)
 
 
 def test_training_measures_the_steps_that_a_stored_profile_lacks_of_its_gpu(
