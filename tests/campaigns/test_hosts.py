@@ -42,7 +42,9 @@ IN_FOUR = (*WORDS[:2], "--strands", "4", *WORDS[4:])
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "cut over all": (),
     "cut over all, horizontal": ("--schedule", "horizontal"),
+    "cut over all in stage 2": ("--stage", "2"),
     "a copy on each host": ("--copies", "2"),
+    "pipelines beside each other": ("--pipeline", "2"),
     "pipeline": ("--pipeline", "4"),
     "1f1b": ("--pipeline", "4", "--schedule", "1f1b"),
     "interleaved-1f1b": ("--pipeline", "4", "--schedule", "interleaved-1f1b"),
