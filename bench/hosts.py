@@ -3,10 +3,10 @@
     python -m bench.hosts [--timings]
 
 A Llama of 29M parameters in fp32 on two hosts of two ranks each, which are network namespaces joined by a switch
-(``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks,
-with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required: every rank's bytes
-in the trace are those of its schedule, and what the kernel has counted on each host's link, with all headers, is within
-1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
+(``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks
+(in stages 3 and 2), with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required:
+every rank's bytes in the trace are those of its schedule, and what the kernel has counted on each host's link, with all
+headers, is within 1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
 
 With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound, which
 is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes in full frames, whose

@@ -22,7 +22,7 @@ from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, Work
 from penstock.hardware.machine import Machine, load_machine
 from penstock.schedule.program import GroupSpec, Program
 
-FLAT, COPIES, PIPELINE = LAYOUTS = ("cut over all", "copies", "pipeline")
+FLAT, STAGE_2, COPIES, PIPELINE = LAYOUTS = ("cut over all", "cut over all in stage 2", "copies", "pipeline")
 LINK = "eth0"
 _PARTIAL = 8
 """bytes of a partial sum of the norm"""
@@ -63,7 +63,7 @@ def look(layout: str, work: Work, hosts: int, machine: Machine | None) -> Found:
         recompute=True,  # as the others do
         device="cpu",
         mesh=mesh,
-        stage=None if layout == PIPELINE else 3,
+        stage={PIPELINE: None, STAGE_2: 2}.get(layout, 3),
         plan=machine,
         replan=False,
     ) as engine:
@@ -110,11 +110,12 @@ def formula(layout: str, groups: list[GroupSpec], hosts: int) -> int:
     """Bytes that a host sends the others in a step, of R ranks on H hosts.
 
     With a copy on each host its ranks send 8 N (H - 1) / H together; with state that is cut over all ranks what each
-    rank gathers and exchanges, (2w + 4) N (R - 1) / R less what stays, but (H - 1) / H of it.
+    rank gathers and exchanges, (2w + 4) N (R - 1) / R less what stays, but (H - 1) / H of it; in stage 2
+    (w + 4) N (H - 1) / H.
     """
-    if layout == COPIES:
-        return 2 * FP32 * sum(group.numel for group in groups) * (hosts - 1) // hosts
-    terms = by_the_formula(groups, hosts)
+    terms, elements = by_the_formula(groups, hosts), sum(group.numel for group in groups)
+    if layout in (COPIES, STAGE_2):
+        return (FP32 + 4) * elements * (hosts - 1) // hosts + (layout == STAGE_2) * terms["norm"]
     return terms["published"] - terms["kept"] + terms["norm"]
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.commands.launch import launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from huggingface_hub import PyTorchModelHubMixin
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
@@ -308,6 +311,21 @@ def test_what_accelerate_launch_was_told_is_refused_where_it_cannot_be_honoured(
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_{told[0]}", told[1])
     with pytest.raises(penstock.ConfigError, match=message):
+        Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_processes_that_accelerate_launch_was_told_and_has_not_started_are_refused(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does without GPUs."""
+    told = ["--cpu", "--num_processes", str(count), "--num_machines", "1", "--num_cpu_threads_per_process", "1"]
+    told += ["--mixed_precision", "no", "--dynamo_backend", "no", "script.py"]
+    _, environment = prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(told))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refused = pytest.raises(penstock.ConfigError, match=r"starts this one alone: .* torchrun --nproc-per-node N SCRIPT")
+    with refused if count > 1 else nullcontext():
         Trainer(model=llama(), args=arguments(tmp_path), train_dataset=DATA, engine=in_memory())
 
 

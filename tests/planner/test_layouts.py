@@ -170,9 +170,8 @@ def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None
     found = dealt(*BOTH)
     fast, slow = found.hosts
     assert found.by_compute is not None
-    assert found.seconds < 0.9 * found.by_compute
-    assert sum(found.deal) == 9 == fast.blocks + slow.blocks
-    assert fast.blocks > slow.blocks
+    assert found.seconds < 0.8 * found.by_compute
+    assert found.deal == (6, 3) == (fast.blocks, slow.blocks), "twice as many, though no other rank is like the first"
     assert found.settings["deal"] == list(found.deal)
     forced = dealt(*BOTH, deal=found.deal)
     assert (forced.seconds, forced.deal) == (found.seconds, found.deal)

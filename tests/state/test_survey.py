@@ -105,7 +105,13 @@ REFUSED = [
         [*table_of(7, 7, copies=2)[:1], at(1, 2, -1, there=False)],
         1,
         StoreError,
-        r"rank-1 is not there: .*\(mkdir",
+        r"rank-1 is not there: .*\(mkdir -p /disk/rank-1\): rank 1 then takes the state over from rank 0$",
+    ),
+    (
+        [*table_of(7, 7, 7, 7, copies=2)[:2], *(at(rank, 4, -1, there=False) for rank in (2, 3))],
+        2,
+        StoreError,
+        r"^/disk/rank-2, /disk/rank-3 are not there: .*\(mkdir -p /disk/rank-2 /disk/rank-3\): rank 2 .*, rank 3 from",
     ),
     (changed(TWO, 1, of_ranks={**TWO[1].of_ranks, "world": "x"}), 2, StoreError, "have parts of two runs: put back"),
     (

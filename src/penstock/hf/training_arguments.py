@@ -194,9 +194,15 @@ def check_launch(trainer: Any) -> None:
     """Refuse what ``accelerate launch`` was told that the arguments do not say, and that cannot be honoured.
 
     Raises:
-        ConfigError: it was told to shard the model by another engine or in another way, to compile it, or another
-            precision than the engine's.
+        ConfigError: it was told to shard the model by another engine or in another way, to compile it, another
+            precision than the engine's, or to start several processes, of which it has started one.
     """
+    if trainer.args.world_size == 1 and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        raise ConfigError(
+            "accelerate launch was told to start several processes, and without GPUs starts this one alone: start them "
+            "with torchrun --nproc-per-node N SCRIPT. Where one is meant, unset MASTER_ADDR, and leave --num_processes "
+            "out"
+        )
     other = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else None
     if other is not None:
         raise ConfigError(

@@ -45,9 +45,9 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
     found = _first(asked, layout, views)
     by_compute = found
     if wanted is None:
-        counts = _deal(asked.hosts, found)
-        if counts != found.blocks:
-            with suppress(BudgetError):  # more blocks on some rank, which its memory or drives may not hold
+        with suppress(BudgetError):  # more blocks on some rank, which its memory or drives may not hold
+            counts = _deal(asked, layout, found)
+            if counts != found.blocks:
                 other = simulated(asked, layout, views, found.size, counts)
                 found = min(found, other, key=lambda one: one.step.seconds)
     changed = found is not by_compute
@@ -176,20 +176,22 @@ def _link(hosts: Hosts, beside: int, place: int, to: int) -> Network:
     return replace(found, bandwidth=found.bandwidth / beside)
 
 
-def _deal(hosts: Hosts, now: Pipeline) -> tuple[int, ...]:
-    """Blocks of each rank by what they take of its lanes."""
-    had, simulation, places = now.blocks, now.step.simulation, len(now.requests)
+def _deal(asked: Asked, layout: Layout, now: Pipeline) -> tuple[int, ...]:
+    """Blocks of each rank by what they take of its lanes.
+
+    Raises:
+        BudgetError: the first rank is the only one of its kind, and as many blocks as others have do not fit there.
+    """
+    hosts, had, simulation, places = asked.hosts, now.blocks, now.step.simulation, len(now.requests)
 
     def kind_of(place: int) -> int:
         return hosts.kind_of(place * now.beside)
 
-    each: dict[int, dict[Lane, float]] = {}
-    for rank in reversed(range(places)):
-        if rank:  # which have blocks and nothing else
-            work = simulation.work(rank)
-            each[kind_of(rank)] = {lane: seconds / had[rank] for lane, seconds in work.items()}
-    alone = next(iter(each.values()))  # rank 0, which is the only one of its kind: as others
-    per_block = [each.get(kind_of(rank), alone) for rank in range(places)]
+    each = {kind_of(rank): _of_block(now, rank) for rank in range(1, places)}
+    if kind_of(0) not in each:
+        alike = replace(asked, hosts=replace(hosts, kinds=(replace(hosts.kinds[kind_of(0)], count=hosts.count),)))
+        each[kind_of(0)] = _of_block(simulated(alike, layout, views_of(alike, layout), now.size), 1)
+    per_block = [each[kind_of(rank)] for rank in range(places)]
     ends: dict[Lane, float] = defaultdict(float)
     for lane, seconds in simulation.work(0).items():
         ends[lane] = max(seconds - had[0] * per_block[0].get(lane, 0.0), 0.0)
@@ -203,6 +205,11 @@ def _deal(hosts: Hosts, now: Pipeline) -> tuple[int, ...]:
     while sum(counts) < sum(had):
         counts[min(range(places), key=then)] += 1
     return tuple(counts)
+
+
+def _of_block(of: Pipeline, rank: int) -> dict[Lane, float]:
+    """Seconds of a block on each lane of a rank that has blocks and nothing else."""
+    return {lane: seconds / of.blocks[rank] for lane, seconds in of.step.simulation.work(rank).items()}
 
 
 def _of_kind(hosts: Hosts, found: Pipeline, kind: int) -> OfHost:

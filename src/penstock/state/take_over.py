@@ -28,14 +28,27 @@ def givers(lost: Collection[int], drives: Sequence[Sequence["Drive"]], parts: in
     ``drives``: of each rank's store. ``parts``: that a copy of the state is cut into.
 
     Raises:
-        StoreError: of a rank that another one would give it to, it is not sure that its drive is a new one.
+        StoreError: of some ranks that others would give it to, it is not sure that their drives are new ones; names all
+            of these, and says how to say so.
     """
-    found = {}
+    found: dict[int, int] = {}
+    doubtful: list[tuple[int, Drive]] = []
     for rank in lost:
         those = [other for other in range(rank % parts, len(drives), parts) if other not in lost]
         if those:
             found[rank] = those[0]
-            require_new(drives[rank], rank, those[0], drives[those[0]])
+            doubtful += [(rank, drive) for drive in doubts(drives[rank], drives[those[0]])]
+    if doubtful:
+        paths = [str(drive.path) for _, drive in doubtful]
+        mounts = dict.fromkeys(f"{drive.named} is on what is mounted at {drive.mount}" for _, drive in doubtful)
+        are, directories = ("is", "directory") if len(paths) == 1 else ("are", "directories")
+        first, *others = dict.fromkeys(rank for rank, _ in doubtful)
+        then = f"rank {first} then takes the state over from rank {found[first]}"
+        raise StoreError(
+            f"{', '.join(paths)} {are} not there: is the drive mounted? ({', '.join(mounts)}.) If the drive is new, or "
+            f"what was on it is gone for good, make the {directories} (mkdir -p {' '.join(paths)}): "
+            + ", ".join([then, *(f"rank {rank} from rank {found[rank]}" for rank in others)])
+        )
     return found
 
 
@@ -64,24 +77,20 @@ def drives_of(paths: Sequence[Path]) -> tuple[Drive, ...]:
     return tuple(Drive(p, is_there(p), p.parent, is_there(p.parent), mount_point(p.parent)) for p in paths)
 
 
-def require_new(own: Sequence[Drive], rank: int, giver: int, theirs: Sequence[Drive]) -> None:
-    """Check that directories in which nothing of a rank's store is left are on drives that are new, and not on none: a
-    drive that is not mounted leaves an empty directory, or nothing.
+def doubts(own: Sequence[Drive], theirs: Sequence[Drive]) -> list[Drive]:
+    """Of directories in which nothing of a rank's store is left, those of which it is not sure that they are on drives
+    that are new, and not on none: a drive that is not mounted leaves an empty directory, or nothing.
 
-    That is sure of a directory of the rank's own, which somebody has made; and of one that the budget names, on a file
+    It is sure of a directory of the rank's own, which somebody has made; and of one that the budget names, on a file
     system that is mounted where that of the giver is (``theirs``), and that is there, or no part of the root.
-
-    Raises:
-        StoreError: it is not sure; says how to say so.
     """
     mounts = {drive.named: drive.mount for drive in theirs}
-    for path, there, named, named_there, mount in own:
-        if not there and (mounts.get(named) != mount or (mount == Path("/") and not named_there)):
-            raise StoreError(
-                f"{path} is not there: is the drive mounted? ({named} is on what is mounted at {mount}.) If the drive "
-                f"is new, or what was on it is gone for good, make the directory (mkdir -p {path}): rank {rank} then "
-                f"takes the state over from rank {giver}"
-            )
+    return [
+        drive
+        for drive in own
+        if not drive.is_there
+        and (mounts.get(drive.named) != drive.mount or (drive.mount == Path("/") and not drive.named_is_there))
+    ]
 
 
 def take_over(givers: Mapping[int, int], ranks: Ranks, own: Store, sequence: int) -> None:
