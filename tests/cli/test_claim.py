@@ -375,7 +375,7 @@ def test_a_copy_of_all_that_a_run_has_goes_on_where_its_settings_name_relative_p
         step_found(replace(config, run="a/runs/x"))
     assert "moved, say where to: --budget.disk DIR" in str(gone.value)
     assert "penstock train CONFIG --overwrite" in str(gone.value)  # penstock resume takes no such word
-    with pytest.raises(ConfigError, match=rf"^drive/x \(relative to {tmp_path}\) holds no store"):
+    with pytest.raises(ConfigError, match=rf"^drive/x \(relative to {tmp_path}\) holds no store: is the drive mounted"):
         require_own_stores(tmp_path / "a/runs/x", config.budget)
     monkeypatch.chdir(tmp_path / "b")
     assert step_found(config) == 3

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -289,7 +290,38 @@ def test_what_was_left_beside_the_old_stores_goes_with_them(begun: Path, tmp_pat
     assert sorted(path.name for path in store.iterdir()) == ["rank-0", "rank-1"]
 
 
-@pytest.mark.parametrize("fault", ["full", "damaged"])
+def test_a_rank_may_have_a_drive_of_its_own(begun: Path, tmp_path: Path) -> None:
+    """A new store is made on the drive that it is to have: none can be moved to another one."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as drive:
+        (tmp_path / "run" / "store" / "rank-1").symlink_to(drive)
+        done = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+        assert done.returncode == 0, done.stderr
+        assert (Path(drive) / "penstock.store").exists()
+        found, wanted = parameters(tmp_path, 2), parameters(begun, 1)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_new_stores_are_missed_where_their_drive_is(begun: Path, tmp_path: Path) -> None:
+    """Without them the command would be over, and never put them in their place."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    interrupted = replace(record, ranks=1, resharding=Resharding(ranks=2, strands=4, replaces=("gone",)))
+    interrupted.write(tmp_path / "run")
+    drive = tmp_path / "run" / "store" / "rank-1"
+    drive.rename(tmp_path / "unmounted")
+    refused = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert refused.returncode == 1
+    assert "rank-1 lacks its part of the new state, which was whole: is the drive mounted?" in refused.stderr
+    assert RunRecord.read(tmp_path / "run") == interrupted
+    (tmp_path / "unmounted").rename(drive)
+    assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
+    assert RunRecord.read(tmp_path / "run") == record
+
+
+@pytest.mark.parametrize("fault", ["full", "damaged", "in the way"])
 def test_what_fails_is_taken_back(begun: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     store = tmp_path / "run" / "store"
@@ -298,9 +330,14 @@ def test_what_fails_is_taken_back(begun: Path, tmp_path: Path, fault: str) -> No
     if fault == "damaged":
         data.write_bytes(bytes(byte ^ 1 for byte in before[data]))
     words = ["reshard", "run", "--ranks", "2"]
+    if fault == "in the way":
+        (store / "rank-1").write_bytes(b"a file")
     failed = warm.run(["-c", FULL, *words], cwd=tmp_path) if fault == "full" else penstock(tmp_path, *words)
     assert failed.returncode == 1, failed.stderr
-    assert ("free some space" if fault == "full" else "damaged") in failed.stderr
+    said = {"full": "free some space", "damaged": "damaged", "in the way": "rank-1 is not a directory"}
+    assert said[fault] in failed.stderr
+    if fault == "in the way":
+        (store / "rank-1").unlink()
     record = RunRecord.read(tmp_path / "run")
     assert record is not None
     assert record.resharding is None

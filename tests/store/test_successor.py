@@ -306,3 +306,11 @@ def test_what_is_staged_goes_with_the_store(tmp_path: Path) -> None:
         make(successor.staged(paths), 2, paths)
     delete_store(paths)
     assert not [item for path in paths for item in path.iterdir()]
+
+
+@pytest.mark.parametrize("name", [successor.STAGED, successor.NEXT])
+def test_a_file_in_the_place_of_a_new_store_is_named(tmp_path: Path, name: str) -> None:
+    make([tmp_path], 1, [tmp_path])
+    (tmp_path / name).write_bytes(b"a file")
+    with pytest.raises(StoreError, match=f"failed: {tmp_path / name}.*: Not a directory: check"):
+        successor.clear([tmp_path], [[tmp_path]]) if name == successor.STAGED else successor.settle([[tmp_path]])

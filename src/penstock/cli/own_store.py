@@ -65,6 +65,7 @@ def require_own_stores(run: Path, budget: Budget) -> tuple[tuple[tuple[Path, ...
             "directories here, and ask again"
         )
     if facts is None:
-        raise ConfigError(f"{placed(stores[0][0])} holds no store: the run has not begun, or it was removed")
+        why = "is the drive mounted? If not, it was moved or removed" if record.has_state else "the run has not begun"
+        raise ConfigError(f"{placed(stores[0][0])} holds no store: {why}")
     check_owner(facts.owner, record.owner, str(stores[0][0]))
     return stores, facts

@@ -1,8 +1,8 @@
 """``penstock reshard``: the state of a run for another number of ranks.
 
-New stores are written beside the old ones, in a folder of each directory that the budget names. Once all of them are
-whole, ``run.json`` says so, and from then on the old ones go and the new ones take their place. Whatever is interrupted
-the same command finishes.
+New stores are written beside the old ones, each in a folder within the directories that it is to have, and so on their
+drives. Once all of them are whole, ``run.json`` says so, and from then on the old ones go and the new ones take their
+place. Whatever is interrupted the same command finishes.
 """
 
 import os
@@ -234,20 +234,27 @@ def _taken_back(folder: Path, config: TrainConfig, record: RunRecord) -> RunReco
 
 
 def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
-    """Remove the old stores, and move the new ones where they belong. Can be broken off anywhere and done again."""
+    """Remove the old stores, and move the new ones where they belong. Can be broken off anywhere and done again.
+
+    Raises:
+        StoreError: a new one is not there; or a drive fails.
+    """
     asked = record.resharding
     assert asked is not None, "there are new stores"
+    targets = _flat(config.budget.stores(asked.ranks))
+    new = _staged(config, asked.ranks, record)
+    for target, staged in zip(targets, _flat(new), strict=True):
+        in_place = is_there(target / DATA) and Manifest.read(target).store not in asked.replaces
+        if not is_there(staged) and not in_place:
+            raise StoreError(f"{target} lacks its part of the new state, which was whole: is the drive mounted?")
     for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
             delete_part(path, only=lambda found: found.store in asked.replaces)
-    targets = _flat(config.budget.stores(asked.ranks))
-    new = _staged(config, asked.ranks, record)
     for target, staged in zip(targets, _flat(new), strict=True):
         if not is_there(staged):
             continue
         if is_there(target / DATA) and is_there(staged / DATA):
             raise StoreError(f"{target} holds the state of another run, and is where this one's goes: move it away")
-        make_directory(target)
         for item in sorted(staged.iterdir(), key=lambda item: item.name == DATA):  # with which it is a store: the last
             os.replace(item, target / item.name)
         sync_directory(target)
@@ -291,19 +298,16 @@ def _clear(staged: Sequence[Sequence[Path]]) -> None:
     for path in _flat(staged):
         if is_there(path):
             delete_store([path])
+        with suppress(OSError):  # something else is in it: not ours to remove
             path.rmdir()
-    for path in dict.fromkeys(path.parent for path in _flat(staged)):
-        if is_there(path):
-            path.rmdir()
+        if is_of_rank(path.parent):
+            with suppress(OSError):
+                path.parent.rmdir()
 
 
 def _staged(config: TrainConfig, ranks: int, record: RunRecord) -> list[list[Path]]:
-    """The directories that new stores are written in: on the drives that the budget names for each."""
-    stores, folder = config.budget.stores(ranks), f"{_STAGED}{record.id[:8]}"
-    return [
-        [(path.parent if is_of_rank(path) else path) / folder / f"rank-{rank}" for path in paths]
-        for rank, paths in enumerate(stores)
-    ]
+    """The directories that new stores are written in: each within the one that it is moved to, be that a drive's."""
+    return [[path / f"{_STAGED}{record.id[:8]}" for path in paths] for paths in config.budget.stores(ranks)]
 
 
 def _flat(stores: Sequence[Sequence[Path]]) -> list[Path]:

@@ -75,7 +75,9 @@ def reported(doing: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as e:
-        raise store_error(f"{doing} failed: {e}: check the directory's disk and permissions", e) from e
+        where = f"{e.filename}: " if e.filename else ""
+        advice = ADVICE.get(e.errno or 0, "check the directory's disk and permissions")
+        raise store_error(f"{doing} failed: {where}{e.strerror or e}: {advice}", e) from e
 
 
 def allocate(path: Path, nbytes: int) -> None:
