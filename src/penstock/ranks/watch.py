@@ -6,6 +6,7 @@ that is cut off is missed by nobody's connections for a quarter of an hour: on t
 and on itself all of that store, which it waits for no longer than it would for a beat.
 """
 
+import atexit
 import logging
 import math
 import os
@@ -42,6 +43,8 @@ _LAST = 1.0
 """seconds after which what a rank has sent before it ended has come"""
 _UNNAMED = 3.0
 """seconds that it may take to find out whose connection was lost"""
+_watching: set["Watch"] = set()
+"""those whose threads have not been ended"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,7 @@ class Watch:
         self._beat()
         self._thread = threading.Thread(target=self._work, name="penstock-watch", daemon=True)
         self._thread.start()
+        _watching.add(self)
 
     @property
     def failure(self) -> RankError | None:
@@ -206,9 +210,14 @@ class Watch:
                 while told and self.failure is None and not self._all_ended:
                     self._looked.wait(EVERY)
         finally:
-            self._over.set()
-            self._next.set()
-            self._thread.join(0 if self._cut_off else _UNNAMED)
+            self.stop()
+
+    def stop(self) -> None:
+        """End the thread, which tells nobody."""
+        self._over.set()
+        self._next.set()
+        self._thread.join(0 if self._cut_off else _UNNAMED)
+        _watching.discard(self)
 
     def _set(self, failure: RankError, *, tell: bool) -> None:
         with self._looked:
@@ -357,3 +366,13 @@ class Watch:
         except OSError:  # this process may open no more files, say
             return False
         return state in "ZX"
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that is in torch's store as the process ends aborts it: nobody may have closed its engine."""
+    for watch in [*_watching]:
+        watch.stop()
+
+
+os.register_at_fork(after_in_child=_watching.clear)  # a child has no such threads
