@@ -39,8 +39,8 @@ class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
-    modules that have them; ``own``: the micro-batch's own values, and ``handed``: those of the attributes and entries
-    of objects in its arguments. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    modules that have them; ``own``: the micro-batch's own values, and ``handed``: what was in the objects, dicts and
+    lists within its arguments. ``graph``: the one that its backward goes through; None: that has to be computed again.
     ``last``: the product that can be left out of that.
     """
 

@@ -8,12 +8,14 @@ import builtins
 import functools
 import logging
 import operator
+import queue
+import threading
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,10 +39,10 @@ _WITHOUT = (
 )
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
-
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, types.NoneType, bool, int, float, str, torch.dtype, torch.device})
 """Types of nearly all arguments of blocks."""
-_NO_DATA = (torch.Tensor, types.FunctionType, types.MethodType, functools.partial, *_WITHOUT)
+_NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *_WITHOUT)
+"""Types of what has no places that are a micro-batch's: tensors, and what other threads change."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -57,11 +59,6 @@ class Holder(ABC):
         return hash((id(self.of), self.key))
 
     @property
-    def container(self) -> Any:
-        """The dict, list or other object that it is in."""
-        return self.of
-
-    @property
     def depth(self) -> int:
         """The number of places that it is within, which are filled before it is."""
         return 0
@@ -72,6 +69,11 @@ class Holder(ABC):
 
     @abstractmethod
     def put(self, value: Any) -> None: ...
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        """``of`` of such a place that is at once within a value; None: there is none."""
+        return None
 
 
 class Entry(Holder):
@@ -86,6 +88,45 @@ class Entry(Holder):
         else:
             self.of[self.key] = value
 
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return value if isinstance(value, dict) else None
+
+
+class Attribute(Entry):
+    """An attribute of an object, in the dict of these."""
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return _attributes(value)
+
+
+class Entries(Holder):
+    """All of a dict."""
+
+    def now(self) -> Any:
+        return dict.copy(self.of)
+
+    def put(self, value: Any) -> None:
+        for key in [*self.of]:
+            if key not in value:
+                self.of.pop(key, None)
+        for key, item in value.items():
+            if self.of.get(key, ABSENT) is not item:
+                self.of[key] = item
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return value if isinstance(value, dict) else None
+
+
+class Attributes(Entries):
+    """All attributes of an object, in the dict of these."""
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return _attributes(value)
+
 
 class Contents(Holder):
     """All of a list, a set or a deque."""
@@ -98,6 +139,32 @@ class Contents(Holder):
             return  # code may go through it
         self.of.clear()
         (self.of.update if isinstance(self.of, set) else self.of.extend)(value)
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return value if isinstance(value, list | set | deque) else None
+
+
+class Additions(Contents):
+    """All of a list, a set or a deque that may be there to be added to: what has come behind what was there stays."""
+
+    def put(self, value: Any) -> None:
+        if not value or len(value) > len(self.of) or not all(map(operator.is_, value, self.of)):
+            super().put(value)
+
+
+class Part(Holder):
+    """A part of a tuple, which has no other than it is made of."""
+
+    def now(self) -> Any:
+        return self.of[self.key] if self.key < len(self.of) else ABSENT
+
+    def put(self, value: Any) -> None:
+        pass
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return value if isinstance(value, tuple) else None
 
 
 class Variable(Holder):
@@ -131,10 +198,14 @@ class Slot(Holder):
         elif self.now() is not ABSENT:
             self.key.__delete__(self.of)
 
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return value if isinstance(value, key.__objclass__) else None
+
 
 class Inner(Holder):
     """A place within whatever is in another place, ``of``: the model may put another object there, or first make it in
-    a forward. ``key``: its class as a holder, and key."""
+    a forward. ``key``: the way from there, of each place its class as a holder, and key."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Inner and (self.of, self.key) == (other.of, other.key)
@@ -142,26 +213,19 @@ class Inner(Holder):
     def __hash__(self) -> int:
         return hash((self.of, self.key))
 
-    @classmethod
-    def on_the_way(cls, outer: Holder, place: Holder) -> Holder:
-        """A place as one within ``outer``; unchanged where it is not at once within what is there."""
-        found = cls(of=outer, key=(type(place), place.key))
-        return found if found.container is place.of else place
-
-    @property
-    def container(self) -> Any:
-        (kind, _), value = self.key, self.of.now()
-        return _attributes(value) if kind is Entry and not isinstance(value, dict) else value
-
     @property
     def depth(self) -> int:
-        return 1 + int(self.of.depth)
+        return len(self.key)
 
     def _there(self) -> Holder | None:
         """The place; None: there is something else than in the probe."""
-        (kind, key), container = self.key, self.container
-        wanted = key.__objclass__ if kind is Slot else (list, set, deque) if kind is Contents else dict
-        return kind(of=container, key=key) if isinstance(container, wanted) else None
+        place: Holder = self.of
+        for kind, key in self.key:
+            of = kind.within(place.now(), key)
+            if of is None:
+                return None
+            place = kind(of=of, key=key)
+        return place
 
     def now(self) -> Any:
         there = self._there()
@@ -175,6 +239,8 @@ class Inner(Holder):
 
 Way = tuple[Holder, ...]
 """The holders on the way to a value, from the outermost to its own."""
+_Step = tuple[type[Holder], Any, Any]
+"""A holder that is made only once it is needed: its class, ``of`` and ``key``."""
 
 
 class Search:
@@ -194,6 +260,19 @@ class Search:
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
+        return ((item, tuple(_along(way))) for item, way in self._all() if isinstance(item, torch.Tensor))
+
+    def ways_to(self, places: Container[Holder]) -> Iterator[Holder]:
+        """The holders on the ways to some of these places that are found; lists are there to be added to."""
+        for item, way in self._all():
+            for step in () if isinstance(item, torch.Tensor) else _places(item):
+                if _holder(step) in places:
+                    yield from _along(
+                        (Additions if kind is Contents else kind, of, key) for kind, of, key in (*way, step)
+                    )
+
+    def _all(self) -> Iterator[tuple[Any, tuple[_Step, ...]]]:
+        """All values that are tensors, or may hold some, each with the way to it."""
         queue: deque[tuple[tuple[_Step, ...], Any]] = deque(((), other) for other in self._others)
         for entry in self._globals:
             if (value := entry.now()) is not ABSENT:
@@ -207,10 +286,10 @@ class Search:
                 return
             way, item = queue.popleft()
             if isinstance(item, torch.Tensor):
-                places = [kind(of=of, key=key) for kind, of, key in way]
-                yield item, tuple(accumulate(places, Inner.on_the_way))
+                yield item, way
             elif self._may_hold(item) and id(item) not in seen:
                 seen.add(id(item))
+                yield item, way
                 queue += (
                     (way if step is None else (*way, step), part)
                     for step, part in islice(_within(item), _MOST_OF_ONE)
@@ -226,84 +305,118 @@ class Search:
         return found
 
 
-_Step = tuple[type[Holder], Any, Any]
-"""A holder that is made only once a tensor is found in it: its class, ``of`` and ``key``."""
+def _holder(step: _Step) -> Holder:
+    kind, of, key = step
+    return kind(of=of, key=key)
+
+
+def _along(way: Iterable[_Step]) -> Iterator[Holder]:
+    """The places on a way, each as one within the outermost that it is found from."""
+    root: Holder | None = None
+    before: Any = ABSENT
+    steps: tuple[tuple[type[Holder], Any], ...] = ()
+    for kind, of, key in way:
+        if root is not None and kind.within(before, key) is of:
+            steps = (*steps, (kind, key))
+            yield Inner(of=root, key=steps)
+        else:  # a variable of a function, or within a list
+            root, steps = kind(of=of, key=key), ()
+            yield root
+        before = kind(of=of, key=key).now()
 
 
 def tensors_in(holders: Iterable[Holder]) -> list[torch.Tensor]:
     """The tensors that are in these places, and within what is there."""
-    return [item for _, item in _parts(holder.now() for holder in holders) if isinstance(item, torch.Tensor)]
-
-
-def places_in(value: Any) -> set[int]:
-    """The identities of what holders within a value are ``of``."""
-    return {id(step[1]) for step, _ in _parts([value]) if step is not None}
-
-
-def _parts(values: Iterable[Any]) -> Iterator[tuple[_Step | None, Any]]:
-    """These values, and all within them, each with its holder."""
-    queue: deque[tuple[_Step | None, Any]] = deque((None, value) for value in values)
-    seen: set[int] = set()
+    queue, seen, found = deque(holder.now() for holder in holders), set[int](), []
     for _ in range(_MOST):
         if not queue:
-            return
-        step, item = queue.popleft()
-        yield step, item
-        if id(item) not in seen and not isinstance(item, (torch.Tensor, *_WITHOUT)):
+            break
+        item = queue.popleft()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif id(item) not in seen and not isinstance(item, _WITHOUT):
             seen.add(id(item))
-            queue += islice(_within(item), _MOST_OF_ONE)
+            queue += (part for _, part in islice(_within(item), _MOST_OF_ONE))
+    return found
 
 
-def attributes_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
-    """The attributes and entries of all objects and dicts within arguments, each place with its value now; without
-    functions, of which nobody sets any."""
+def places_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
+    """All dicts, lists, attributes of objects and variables of functions within arguments, the nearest first, each with
+    what is there now; without tables of more than ``_MOST_OF_ONE`` values, which nobody sets in a forward."""
     found: list[tuple[Holder, Any]] = []
     seen: set[int] = set()
-    left = [*arguments]
+    left = deque(arguments)
     while left and len(found) < _MOST_OF_ONE:
-        item = left.pop()
-        if type(item) in _PLAIN or isinstance(item, _NO_DATA) or id(item) in seen:
+        item = left.popleft()
+        if type(item) in _PLAIN or isinstance(item, _NOT_OWN) or id(item) in seen or _is_ours(type(item)):
             continue
         seen.add(id(item))
-        for step, part in _within(item):
-            left.append(part)
-            if step is not None and step[0] is not Contents:
-                kind, of, key = step
-                found.append((kind(of=of, key=key), part))
+        left += _fixed(item)
+        for kind, of, key in _places(item):
+            place, single = kind(of=of, key=key), kind in (Slot, Variable)
+            if single or len(of) <= _MOST_OF_ONE:
+                value = place.now()
+                found.append((place, value))
+                left += (value,) if single else value if kind is Contents else value.values()
     return tuple(found)
+
+
+def _is_ours(kind: type) -> bool:
+    """True of a class of Penstock's: an engine, say, to which an object that blocks are handed refers."""
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _places(item: Any) -> Iterator[_Step]:
+    """The places that an object consists of: the variables of a function; all of a dict, or a list; all attributes."""
+    if isinstance(item, types.FunctionType):
+        yield from ((Variable, cell, None) for cell in item.__closure__ or ())
+        return
+    if isinstance(item, dict):
+        yield Entries, item, None
+    elif isinstance(item, list | set | deque):
+        yield Contents, item, None
+    attributes = _attributes(item)
+    if attributes is not None:
+        yield Attributes, attributes, None
+    # Those of classes in C may be there to be read alone.
+    yield from ((Slot, item, slot) for slot in slots_of(type(item)) if "__slots__" in vars(slot.__objclass__))
+
+
+def _fixed(item: Any) -> Collection[Any]:
+    """The values within an object that has no places for them."""
+    if isinstance(item, types.MethodType):
+        return item.__self__, item.__func__
+    if isinstance(item, functools.partial):
+        return item.func, item.args, item.keywords
+    return item if isinstance(item, tuple | frozenset) else ()
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
     """The values within an object, each with its holder; with none where it can only be put back with the object."""
-    if isinstance(item, tuple | frozenset):
-        yield from ((None, part) for part in item)
-    elif isinstance(item, list | set | deque):
-        step = (Contents, item, None)
-        yield from ((step, part) for part in list(islice(item, _MOST_OF_ONE)))
-    elif isinstance(item, types.MethodType):
-        yield from ((None, part) for part in (item.__self__, item.__func__))
-    elif isinstance(item, functools.partial):
-        yield from ((None, part) for part in (item.func, item.args, item.keywords))
-    elif isinstance(item, types.FunctionType):
-        for cell in item.__closure__ or ():
-            if (value := Variable(of=cell).now()) is not ABSENT:
-                yield (Variable, cell, None), value
-        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
+    if isinstance(item, tuple):
+        yield from (((Part, item, index), part) for index, part in enumerate(item))
     else:
-        entries = item if isinstance(item, dict) else _attributes(item)
-        yield from (((Entry, entries, key), value) for key, value in list(islice(entries.items(), _MOST_OF_ONE)))
-        for slot in slots_of(type(item)):
-            if "__slots__" in vars(slot.__objclass__) and (value := Slot(of=item, key=slot).now()) is not ABSENT:
-                yield (Slot, item, slot), value  # those of classes in C may be there to be read alone
+        yield from ((None, part) for part in _fixed(item))
+    if isinstance(item, types.FunctionType):
+        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
+    for step in _places(item):
+        kind, of, _ = step
+        if issubclass(kind, Entries):
+            each = Attribute if kind is Attributes else Entry
+            yield from (((each, of, key), value) for key, value in list(islice(dict.items(of), _MOST_OF_ONE)))
+        elif kind is Contents:
+            yield from ((step, part) for part in list(islice(of, _MOST_OF_ONE)))
+        elif (value := _holder(step).now()) is not ABSENT:
+            yield step, value
 
 
-def _attributes(item: object) -> dict[str, Any]:
-    """An object's attributes, without running code of its own."""
+def _attributes(item: object) -> dict[str, Any] | None:
+    """The dict of an object's attributes, without running code of its own; None: it has none."""
     try:
         found = object.__getattribute__(item, "__dict__")
     except AttributeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[_Step, Any]]:

@@ -1,8 +1,9 @@
 """The values that one micro-batch's forward has put into places which it shares with others (``holders``).
 
-The probe learns which attributes are assigned in one stage and read in a later one, and which other places the model's
-own code reads tensors of earlier stages from. Behind each such stage the micro-batch's own values are noted, and when
-it goes on, or a block that reads them is computed again, they are there as its forward has left them.
+The probe learns which attributes are assigned in one stage and read in a later one, which other places the model's own
+code reads tensors of earlier stages from, and which are within what blocks are handed. Behind each such stage the
+micro-batch's own values are noted, and when it goes on, or a block that reads them is computed again, they are there as
+its forward has left them.
 """
 
 from collections.abc import Container, Iterable, Iterator

@@ -77,6 +77,7 @@ class Probe:
         self._waiting = tape.device.type not in ("cpu", "meta")
         self._waits = Waits()
         self._seen = Calls()
+        self._lasting: dict[Holder, None] = {}  # places in what blocks are handed and the model keeps, on the way there
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
         self._stopping: early_stop.Search | None = None
         self._forward_done = False  # what comes then is computed again, and waits again
@@ -312,7 +313,7 @@ class Probe:
         segment = self._start(None)
         held = suspended.outputs  # saved for a run's epilogue, also where the model has let go of them
         with self._measuring(segment.forward):
-            self._smuggled.begin(self._watch.segment, None)
+            self._smuggled.begin(self._watch.segment, None, ())
             watching = self._accesses.watching() if self._tape.compiled else nullcontext()
             with self._asked, self._losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
@@ -329,16 +330,17 @@ class Probe:
         site = arrival.site
         segment = self._start(site)
         self._see_call(suspended, arrival)
+        if arrival.within:
+            self._lasting.update(dict.fromkeys(self._search.ways_to({place for place, _ in arrival.within})))
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
-        handed = [*arrival.tensors.values(), *suspended.beside]
-        self._smuggled.begin(self._watch.segment, site.name, handed, suspended.within)
+        self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        finds = tuple(dict.fromkeys((*self._accesses.found_by(self._watch.segment), *self._smuggled.lists)))
+        finds = tuple(self._accesses.found_by(self._watch.segment))
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
         suspended.beside = []
         returned, suspended.returned = suspended.returned, None
@@ -346,7 +348,6 @@ class Probe:
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
         changed = before.changed()
-        suspended.own.note(self._smuggled.lists)
         suspended.backward.see(
             self._watch.segment,
             buffers=copies((b.module, b.name, b.value) for b in changed),
@@ -370,7 +371,7 @@ class Probe:
         for index, holder in self._accesses.handed_on():
             attributes.add(holder)
             self._segments[index].assigned.add(holder)
-        for holder, last in self._smuggled.read.items():
+        for holder, last in {**self._smuggled.read, **dict.fromkeys(self._lasting, len(self._segments) - 1)}.items():
             if holder not in attributes:
                 for segment in self._segments[:last]:
                     segment.assigned.add(holder)

@@ -6,8 +6,7 @@ watched for what they read: a block may read what it was handed and what does no
 own code may read of a block what it has returned.
 """
 
-from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,27 +47,21 @@ class Smuggled:
         self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
-        self._within: Container[int] = ()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
-        self.lists: dict[Holder, None] = {}
-        """those among them that are lists within what the latest call was handed and has read: others are there to be
-        added to, by all micro-batches"""
         self.carried = Carried()
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
         self._own = {storage_key(t) for t in trees.tensors(micro_batch) if trees.has_storage(t)}
 
-    def begin(
-        self, segment: int, block: str | None, handed: Iterable[torch.Tensor] = (), within: Container[int] = ()
-    ) -> None:
-        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, some of them
-        ``within`` dicts and lists of these identities, or the model's own code.
+    def begin(self, segment: int, block: str | None, handed: Iterable[torch.Tensor]) -> None:
+        """A segment of the forward begins: a call of ``block``, which is ``handed`` these tensors, or the model's own
+        code.
         """
-        self._segment, self._block, self._within, self.lists = segment, block, within, {}
+        self._segment, self._block = segment, block
         self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         self._beside.clear()
         if block is not None:
@@ -86,7 +79,6 @@ class Smuggled:
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
-        self.read.update(dict.fromkeys(self.lists, self._segment))
         self._segment = None
         self._views.clear()
         for tensor in returned:
@@ -223,20 +215,11 @@ class Smuggled:
         if self._segment is None or isinstance(tensor, nn.Parameter):
             return
         if self._block is None:
+            kept = self._kept.get(storage, ()) if birth is None else birth.kept
             if birth is None or (birth.depends and birth.segment != self._segment):
-                self.read.update((holder, self._segment) for holder in self._places(operand))
-        elif storage in self._handed:
-            if birth is None or birth.segment != self._segment:
-                self.lists.update((place, None) for place in self._places(operand) if self._is_list(place))
-        elif birth is None and storage in self._own:
+                self.read.update((holder, self._segment) for holder in kept)
+        elif birth is None and storage in self._own and storage not in self._handed:
             self._beside.setdefault(storage, tensor)
-
-    def _is_list(self, place: Holder) -> bool:
-        """True of a list, a set or a deque within what the call is handed."""
-        return isinstance(place.container, list | set | deque) and id(place.container) in self._within
-
-    def _places(self, operand: Operand) -> Way:
-        return self._kept.get(operand.storage, ()) if operand.birth is None else operand.birth.kept
 
     def _find(self, what: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):

@@ -9,7 +9,7 @@ All of it runs in one thread: greenlets are bound to the thread that made them.
 
 import contextvars
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
 from penstock.tape.facts import Facts, Site
-from penstock.tape.holders import attributes_handed, places_in
+from penstock.tape.holders import Contents, places_handed
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
@@ -43,13 +43,13 @@ _NO_GRAPH = re.compile(r"does not require grad|doesn't require grad|requires_gra
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A suspended block call: the block, its (args, kwargs), the distinct tensors among these, by their places, and the
-    attributes and entries of objects in them, as the micro-batch has left them."""
+    """A suspended block call: the block, its (args, kwargs), the distinct tensors among these, by their places, and
+    what is in the objects, dicts and lists ``within`` them and context variables, as the micro-batch has left it."""
 
     site: Site
     inputs: Any
     tensors: dict[trees.Place, torch.Tensor]
-    attributes: Held
+    within: Held
 
 
 def current_forward() -> "SuspendedForward | None":
@@ -81,14 +81,13 @@ class SuspendedForward:
         self.loss: torch.Tensor | None = None
         self.facts = Facts()
         self.own = OwnValues()
-        self.handed: Held = ()  # of the call that runs, ``Arrival.attributes``
+        self.handed: Held = ()  # of the call that runs, ``Arrival.within``
         self.keeping: Keeping | None = None  # of the next call, whose graph is kept
         self.answer: Callable[[], Any] | None = (
             None  # what the call it is suspended at returns, which is made elsewhere
         )
         self.returned: Any = None  # by the latest call, in a probe
         self.beside: list[torch.Tensor] = []  # in a probe, beside ``outputs`` and an arrival's tensors
-        self.within: Collection[int] = ()  # in a probe, as of ``holders.places_in``, what holds these and an arrival's
         self._stage = 0
         self._goes_on = False
         self._device = device
@@ -171,15 +170,15 @@ class SuspendedForward:
             site=site,
             inputs=(args, kwargs),
             tensors=trees.places((args, kwargs)),
-            attributes=attributes_handed((*args, *kwargs.values())),
+            within=_within(args, kwargs),
         )
         if any(t.is_nested for t in self.arrival.tensors.values()):
             raise ModelError(f"block {site.name!r} is handed a nested tensor: pad it, or nest it within the block")
         self._look_beside((args, kwargs))
         self._suspend("call")
-        (args, kwargs), self.handed = self.arrival.inputs, self.arrival.attributes
+        (args, kwargs), self.handed = self.arrival.inputs, self.arrival.within
         self.arrival = None
-        put(self.handed)
+        _put_back(self.handed)
         answer, self.answer = self.answer, None
         if answer is not None:
             output = answer()
@@ -187,10 +186,12 @@ class SuspendedForward:
             output = self._run_and_cut(site, args, kwargs) if self.train else self._run_only(site, args, kwargs)
         if self._in_probe:
             self.returned = output
-        del args, kwargs, answer
         self.handed = ()
+        left = () if self._goes_on else _within(args, kwargs)
+        del args, kwargs, answer
         if not self._goes_on:
             self._suspend("cut")
+            _put_back(left)
         self.outputs = []
         return output
 
@@ -214,7 +215,7 @@ class SuspendedForward:
         """
         if self._in_probe:
             value = (value, list(contextvars.copy_context().values()))
-            self.beside, self.within = [*opaque.tensors_in(value), *trees.tensors(value)], places_in(value)
+            self.beside = [*opaque.tensors_in(value), *trees.tensors(value)]
 
     def _run(self, model: nn.Module, loss_fn: LossFn, micro_batch: Mapping[str, Any]) -> Event:
         with _explained("the model itself"):
@@ -365,6 +366,16 @@ class SuspendedForward:
             return changed, ()
         found = ((m, name, b) for m in site.buffered for name, b in buffers_of(m).items() if (id(m), name) not in known)
         return changed, tuple(((m, name, b), 0 if b is None else version(b)) for m, name, b in found)
+
+
+def _within(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+    """What is in the objects, dicts and lists within arguments and context variables."""
+    return places_handed((*args, *kwargs.values(), *contextvars.copy_context().values()))
+
+
+def _put_back(within: Held) -> None:
+    """A forward goes on: what it has left is there again, but for lists, which may be there to be added to."""
+    put((holder, value) for holder, value in within if not isinstance(holder, Contents))
 
 
 def _can_lose_gradient(tensor: torch.Tensor) -> bool:
