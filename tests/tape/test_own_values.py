@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape.holders import Search
 from tests.models import Case, MicroBatch, draw_tokens
 from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
 from tests.tape_reference import horizontal, vertical, with_graphs
@@ -248,13 +247,6 @@ def never_read(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_that_nobody_reads_is_not_kept() -> None:
     _, bench = assert_exact(of(lambda: Stack(run=never_read)))
     assert not any(stage.assigned or stage.call.finds for stage in bench.tape.facts)
-
-
-def test_a_search_is_short_whatever_there_is() -> None:
-    vocabulary = {i: i for i in range(100_000)}
-    kept = [torch.ones(1)]
-    found = list(Search([], [], lambda: (vocabulary, kept)))
-    assert [tensor is kept[0] for tensor, _ in found] == [True]
 
 
 def in_an_object(model: Any, mask: torch.Tensor) -> None:

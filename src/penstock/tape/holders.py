@@ -241,6 +241,8 @@ Way = tuple[Holder, ...]
 """The holders on the way to a value, from the outermost to its own."""
 _Step = tuple[type[Holder], Any, Any]
 """A holder that is made only once it is needed: its class, ``of`` and ``key``."""
+Steps = tuple[_Step, ...]
+"""A way as it is found: see ``along``."""
 
 
 class Search:
@@ -259,21 +261,21 @@ class Search:
         # As a set: functions of one module refer to the same ones. Those that are not there yet may be, later.
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, Way]]:
-        return ((item, tuple(_along(way))) for item, way in self._all() if isinstance(item, torch.Tensor))
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, Steps]]:
+        return ((item, way) for item, way in self._all() if isinstance(item, torch.Tensor))
 
     def ways_to(self, places: Container[Holder]) -> Iterator[Holder]:
         """The holders on the ways to some of these places that are found; lists are there to be added to."""
         for item, way in self._all():
             for step in () if isinstance(item, torch.Tensor) else _places(item):
                 if _holder(step) in places:
-                    yield from _along(
+                    yield from along(
                         (Additions if kind is Contents else kind, of, key) for kind, of, key in (*way, step)
                     )
 
-    def _all(self) -> Iterator[tuple[Any, tuple[_Step, ...]]]:
+    def _all(self) -> Iterator[tuple[Any, Steps]]:
         """All values that are tensors, or may hold some, each with the way to it."""
-        queue: deque[tuple[tuple[_Step, ...], Any]] = deque(((), other) for other in self._others)
+        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in self._others)
         for entry in self._globals:
             if (value := entry.now()) is not ABSENT:
                 queue.append((((Entry, entry.of, entry.key),), value))
@@ -310,7 +312,7 @@ def _holder(step: _Step) -> Holder:
     return kind(of=of, key=key)
 
 
-def _along(way: Iterable[_Step]) -> Iterator[Holder]:
+def along(way: Iterable[_Step]) -> Iterator[Holder]:
     """The places on a way, each as one within the outermost that it is found from."""
     root: Holder | None = None
     before: Any = ABSENT

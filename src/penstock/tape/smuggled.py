@@ -17,7 +17,7 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
-from penstock.tape.holders import Holder, Way, tensors_in
+from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
 from penstock.tape.watch import Op, Operand, Watch, packets
 
 _ATEN = torch.ops.aten
@@ -70,7 +70,7 @@ class Smuggled:
     def end(
         self,
         returned: Iterable[torch.Tensor] = (),
-        kept: Iterable[tuple[torch.Tensor, Way]] = (),
+        kept: Iterable[tuple[torch.Tensor, Steps]] = (),
         found: Iterable[Holder] = (),
     ) -> None:
         """The segment has ended, and has ``returned`` these tensors; places of the model's own code hold those that are
@@ -92,7 +92,7 @@ class Smuggled:
             storage, birth = storage_key(tensor), self._birth(tensor)
             if birth is not None or storage in self._own:
                 here = places.setdefault(storage, {})
-                here.update(dict.fromkeys(way))
+                here.update(dict.fromkeys(along(way)))
                 if birth is not None:
                     birth.kept = tuple(here)
                 else:
