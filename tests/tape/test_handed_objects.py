@@ -3,7 +3,6 @@
 import contextvars
 import functools
 import gc
-import queue
 import types
 import weakref
 from collections import UserDict, deque
@@ -271,11 +270,6 @@ def test_an_object_that_only_functions_behind_the_models_own_know(between: bool)
 
     behind = lambda x, _: x * current().number  # noqa: E731
     assert_exact(case(Context, keep, block, hand=lambda _: current(), between=between, behind=behind), orders=ORDERS)
-
-
-def test_what_other_threads_change_is_none() -> None:
-    waiting: queue.Queue[int] = queue.Queue()
-    assert [place.of for place, _ in places_handed([types.SimpleNamespace(waiting=waiting)])] == [{"waiting": waiting}]
 
 
 def test_what_is_made_anew_in_a_tuple_is_not_held_behind_the_probe() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.tape.holders import Search, along
 from tests.models import Case, MicroBatch, draw_tokens
 from tests.stacks import WEIGHTS, WIDTH, Layer, Stack, assert_exact, of, stack
 from tests.tape_reference import horizontal, vertical, with_graphs
@@ -248,25 +247,6 @@ def never_read(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_that_nobody_reads_is_not_kept() -> None:
     _, bench = assert_exact(of(lambda: Stack(run=never_read)))
     assert not any(stage.assigned or stage.call.finds for stage in bench.tape.facts)
-
-
-def test_a_search_is_short_whatever_there_is() -> None:
-    vocabulary = {i: i for i in range(100_000)}
-    kept = [torch.ones(1)]
-    found = list(Search([], [], lambda: (vocabulary, kept)))
-    assert [tensor is kept[0] for tensor, _ in found] == [True]
-
-
-def test_a_search_takes_long_chains_of_objects() -> None:
-    last = first = types.SimpleNamespace()
-    for _ in range(1500):  # more than Python calls within each other
-        last.next = last = types.SimpleNamespace(held=torch.ones(1))
-    *_, (tensor, way) = Search([], [], lambda: first)
-    (*_, place) = along(way)
-    assert tensor is last.held is place.now()
-    place.put(None)
-    assert hash(place)
-    assert last.held is None
 
 
 def in_an_object(model: Any, mask: torch.Tensor) -> None:
