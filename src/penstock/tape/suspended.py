@@ -369,7 +369,7 @@ class SuspendedForward:
 
 
 def _within(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
-    """What is in the objects, dicts and lists within arguments and context variables."""
+    """The contents of the objects, dicts and lists within arguments and context variables."""
     return places_handed((*args, *kwargs.values(), *contextvars.copy_context().values()))
 
 
