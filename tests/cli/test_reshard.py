@@ -302,6 +302,21 @@ def test_a_rank_may_have_a_drive_of_its_own(begun: Path, tmp_path: Path) -> None
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+def test_a_file_of_ones_own_among_new_stores_is_kept(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    store = tmp_path / "run" / "store"
+    staged = store / "rank-1" / f"resharded-{record.id[:8]}"
+    staged.mkdir(parents=True)
+    (staged / "note").write_text("mine")
+    done = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert [path.read_text() for path in store.rglob("note")] == ["mine"]
+    found, wanted = parameters(tmp_path, 2), parameters(begun, 1)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def test_new_stores_are_missed_where_their_drive_is(begun: Path, tmp_path: Path) -> None:
     """Without them the command would be over, and never put them in their place."""
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from penstock.tape.holders import places_handed
 from tests.models import Case, MicroBatch, draw_tokens
@@ -211,6 +212,23 @@ def test_a_named_tuple_of_an_object_and_a_dict() -> None:
 
     block = lambda x, h: x * h.context.mask * h.entries["mask"]  # noqa: E731
     assert_exact(case(lambda: Pair(Context(), {}), keep, block), orders=ORDERS)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_an_output_of_transformers_to_which_blocks_add(new: bool) -> None:
+    """Its entries are attributes, too, and it refuses to have any taken out."""
+
+    def keep(kept: Any, mask: torch.Tensor) -> None:
+        kept[0] = BaseModelOutput() if new else kept[0]
+        kept[0]["last_hidden_state"] = mask
+
+    def block(x: torch.Tensor, handed: Any) -> torch.Tensor:
+        handed["hidden_states"] = (x.detach().mean(),)
+        return x * handed.last_hidden_state
+
+    behind = lambda x, kept: x * kept[0].hidden_states[0]  # noqa: E731
+    outputs = case(lambda: [BaseModelOutput()], keep, block, hand=lambda kept: kept[0], behind=behind)
+    assert_exact(outputs, orders=ORDERS)
 
 
 @pytest.mark.parametrize("kept", [lambda: [0.0], lambda: deque([0.0], maxlen=1)], ids=["list", "deque"])

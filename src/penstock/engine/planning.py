@@ -169,7 +169,7 @@ class Planning:
         now, last = self._plans.pop(train, None), self._last.pop(train, None)
         if now is not None:
             self._last[train] = now
-        is_again = self.probing.forget(train=train)
+        is_again = self.probing.set_aside(train=train)
         covered = is_again and last is not None and last.covers(shapes)
         if not all(self._shared.ranks.gather_objects("plan from before", covered)) or last is None:
             return None

@@ -58,7 +58,7 @@ class Probing:
         outline = outline_of(self._shared.tape.model)
         return self._outlines.setdefault(train, outline) != outline
 
-    def forget(self, *, train: bool) -> bool:
+    def set_aside(self, *, train: bool) -> bool:
         """Set what was found aside, as the model of some rank is another one: those of all are probed again, together.
         True: each is as it was before the last change, and what was found then holds again."""
         outline, last = outline_of(self._shared.tape.model), self._last.get(train)

@@ -12,16 +12,17 @@ import queue
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from penstock.compat.modules import forward_hooks
+from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
 from penstock.tape.opaque import slots_of
 
@@ -39,7 +40,7 @@ _WITHOUT = (
 )
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter, types.NoneType, bool, int, float, str, torch.dtype, torch.device})
+_PLAIN = trees.PLAIN | {torch.Tensor, nn.Parameter}
 """Types of nearly all arguments of blocks."""
 _NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *_WITHOUT)
 """Types of what has no places that are a micro-batch's: tensors, and what other threads change."""
@@ -51,6 +52,9 @@ class Holder(ABC):
 
     of: Any
     key: Any = None
+
+    outer: ClassVar[tuple[type, ...]] = ()
+    """types of the values that such a place is at once within"""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.of is other.of and self.key == other.key
@@ -73,63 +77,66 @@ class Holder(ABC):
     @classmethod
     def within(cls, value: Any, key: Any) -> Any:
         """``of`` of such a place that is at once within a value; None: there is none."""
-        return None
+        return value if isinstance(value, cls.outer) else None
+
+
+def _set_entry(of: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry, or take it out, without running code of a class's own, which may refuse that (``ModelOutput``)."""
+    kind = OrderedDict if isinstance(of, OrderedDict) else dict
+    before = dict.get(of, key, ABSENT)
+    if value is not ABSENT and value is not before:
+        kind.__setitem__(of, key, value)
+    elif value is ABSENT and before is not ABSENT:
+        kind.__delitem__(of, key)
+
+
+class _OfObject:
+    """A place in the dict of an object's attributes."""
+
+    @classmethod
+    def within(cls, value: Any, key: Any) -> Any:
+        return _attributes(value)
 
 
 class Entry(Holder):
     """An entry of a dict, be it that of an object's attributes or of globals."""
 
+    outer = (dict,)
+
     def now(self) -> Any:
-        return self.of.get(self.key, ABSENT)
+        return dict.get(self.of, self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        if value is ABSENT:
-            self.of.pop(self.key, None)
-        else:
-            self.of[self.key] = value
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return value if isinstance(value, dict) else None
+        _set_entry(self.of, self.key, value)
 
 
-class Attribute(Entry):
-    """An attribute of an object, in the dict of these."""
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return _attributes(value)
+class Attribute(_OfObject, Entry):
+    """An attribute of an object."""
 
 
 class Entries(Holder):
     """All of a dict."""
 
+    outer = (dict,)
+
     def now(self) -> Any:
         return dict.copy(self.of)
 
     def put(self, value: Any) -> None:
-        for key in [*self.of]:
-            if key not in value:
-                self.of.pop(key, None)
+        for key in dict.keys(self.of) - value.keys():
+            _set_entry(self.of, key, ABSENT)
         for key, item in value.items():
-            if self.of.get(key, ABSENT) is not item:
-                self.of[key] = item
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return value if isinstance(value, dict) else None
+            _set_entry(self.of, key, item)
 
 
-class Attributes(Entries):
-    """All attributes of an object, in the dict of these."""
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return _attributes(value)
+class Attributes(_OfObject, Entries):
+    """All attributes of an object."""
 
 
 class Contents(Holder):
     """All of a list, a set or a deque."""
+
+    outer = (list, set, deque)
 
     def now(self) -> Any:
         return tuple(self.of)
@@ -139,10 +146,6 @@ class Contents(Holder):
             return  # code may go through it
         self.of.clear()
         (self.of.update if isinstance(self.of, set) else self.of.extend)(value)
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return value if isinstance(value, list | set | deque) else None
 
 
 class Additions(Contents):
@@ -156,15 +159,13 @@ class Additions(Contents):
 class Part(Holder):
     """A part of a tuple, which has no other than it is made of."""
 
+    outer = (tuple,)
+
     def now(self) -> Any:
         return self.of[self.key] if self.key < len(self.of) else ABSENT
 
     def put(self, value: Any) -> None:
         pass
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return value if isinstance(value, tuple) else None
 
 
 class Variable(Holder):

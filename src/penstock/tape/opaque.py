@@ -28,9 +28,8 @@ _PLAIN = (
 )
 """Types that hold no tensors, or (modules) such as are found elsewhere."""
 
-_NOTHING = frozenset({type(None), str, int, float, bool, torch.dtype, torch.device})
 _CONTAINERS = frozenset({tuple, list, dict})
-"""Types of most arguments of blocks, which need no search."""
+"""Types of containers that have nothing but their items, of most arguments of blocks."""
 
 _INSTEAD = "hand tensors on in tuples, lists, dicts or dataclasses"
 
@@ -90,7 +89,7 @@ def _search(value: Any) -> Iterator[tuple[type | None, Any]]:
     while stack and len(seen) < _MOST:
         item, holder = stack.pop()
         kind = type(item)
-        if kind in _NOTHING:
+        if kind in trees.PLAIN:
             continue
         if kind in _CONTAINERS:
             if id(item) not in seen:

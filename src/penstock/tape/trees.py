@@ -25,13 +25,16 @@ Place = tuple[Hashable, ...]
 _Kind = Literal["tensor", "tuple", "container", "record", "other"]
 """A value, by what is done with it. ``container``: as of ``is_mutable_container``; ``record``: as of ``is_record``."""
 
+PLAIN = frozenset({types.NoneType, bool, int, float, complex, str, torch.dtype, torch.device})
+"""Types of most values that are no tensors and hold none."""
+
 _KINDS: Mapping[type, _Kind] = {
     torch.Tensor: "tensor",
     nn.Parameter: "tensor",
     tuple: "tuple",
     list: "container",
     dict: "container",
-    **dict.fromkeys((types.NoneType, bool, int, float, complex, str, torch.dtype, torch.device), "other"),
+    **dict.fromkeys(PLAIN, "other"),
 }
 """Of the types of nearly all arguments: each block call looks at its own a dozen times."""
 
