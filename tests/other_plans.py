@@ -35,7 +35,7 @@ def other_plans(request: Request, seed: int) -> Iterator[Settings]:
         depths = Depths(**{name: rng.randint(2, 4) for name in vars(Depths())})
         settings = replace(
             settings, place=place, chunk=rng.choice(CHUNKS), depths=depths, cast=rng.choice(("device", "host")),
-            keep=rng.choice((False, True)),
+            keep=rng.choice((False, True)), secondary=request.may_cross_once and rng.choice((False, True)),
         )  # fmt: skip
         if not all(on_grain(group, settings.chunk) for group in groups):
             continue

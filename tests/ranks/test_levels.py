@@ -1,7 +1,9 @@
 """Ranks of several hosts, as many on each: what they move crosses within hosts and between them, with the same bits."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.config import ZeroStage
 from penstock.ranks.process_groups import Together
 from tests.models import MODELS
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, results, trained
@@ -65,24 +68,23 @@ def of_one_rank(ranks: int) -> dict[str, Any]:
         return results(engine, run_steps(engine, steps))
 
 
-def crossed(mesh: DeviceMesh) -> dict[str, Any]:
-    """Bytes of a step that a rank sends those of the other host; what two steps have found and left."""
+def crossed(mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """In each of ``GATHERS`` bytes of a step that a rank sends those of the other host; what two steps have found and
+    left."""
     on_a_host(mesh)
-    host, sent = mesh.get_rank() // EACH, 0
+    host, sent = mesh.get_rank() // EACH, list[int]()
     gather, exchange, trade = Together.gather_in, Together.exchange_in, Together.trade_in
 
     def elsewhere(ranks: Iterable[int]) -> int:
         return sum(rank // EACH != host for rank in ranks)
 
     def gather_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, part: torch.Tensor) -> None:
-        nonlocal sent
         if group is not ranks.control:
-            sent += part.nbytes * elsewhere(dist.get_process_group_ranks(group))
+            sent.append(part.nbytes * elsewhere(dist.get_process_group_ranks(group)))
         gather(ranks, group, out, part)
 
     def exchange_in(ranks: Together, group: "dist.ProcessGroup", out: torch.Tensor, into: torch.Tensor) -> None:
-        nonlocal sent
-        sent += into.nbytes * elsewhere(dist.get_process_group_ranks(group)) // dist.get_world_size(group)
+        sent.append(into.nbytes * elsewhere(dist.get_process_group_ranks(group)) // dist.get_world_size(group))
         exchange(ranks, group, out, into)
 
     def trade_in(
@@ -91,34 +93,51 @@ def crossed(mesh: DeviceMesh) -> dict[str, Any]:
         to: Mapping[int, torch.Tensor],
         of: Mapping[int, torch.Tensor],
     ) -> None:
-        nonlocal sent
-        sent += sum(tensor.nbytes * elsewhere([rank]) for rank, tensor in to.items())
+        sent.append(sum(tensor.nbytes * elsewhere([rank]) for rank, tensor in to.items()))
         trade(ranks, group, to, of)
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        wrap(CASE, budget(None), mesh=mesh, stage=2, **HOW) as engine,
-    ):
-        first = engine.step(of_step(1, mesh.get_rank()))
-        for name, counted in (("gather_in", gather_in), ("exchange_in", exchange_in), ("trade_in", trade_in)):
-            patch.setattr(Together, name, counted)
-        second, whole = engine.step(of_step(2, mesh.get_rank())), sent
-        stages, groups = engine.plan.program.stages, [group.spec for group in engine.inside.resources.groups]
-        made = sum(groups[g].trainable for stage in stages for g in stage.gradients)
-        found = results(engine, result_of(engine, [first, second]))
-        return {"sent": whole, "made": made, "elements": sum(group.numel for group in groups), "found": found}
+    def steps_in(stage: ZeroStage, *, secondary: bool) -> dict[str, Any]:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            wrap(CASE, budget(None), mesh=mesh, stage=stage, **HOW) as engine,
+        ):
+            first = engine.step(of_step(1, mesh.get_rank()))
+            assert engine.plan.settings.secondary == (stage == 3), "where there is room"
+            engine.inside.planning.change(replace(engine.plan.settings, secondary=secondary))
+            for name, counted in (("gather_in", gather_in), ("exchange_in", exchange_in), ("trade_in", trade_in)):
+                patch.setattr(Together, name, counted)
+            sent.clear()
+            second, whole = engine.step(of_step(2, mesh.get_rank())), sum(sent)
+            plan, groups = engine.plan, [group.spec for group in engine.inside.resources.groups]
+            loads = Counter(op.id.group for op in plan.schedule.ops if op.id.kind == "HW")
+            return {
+                "sent": whole,
+                "gathered": sum(groups[g].numel * count for g, count in loads.items()),
+                "made": sum(groups[g].trainable for stage in plan.program.stages for g in stage.gradients),
+                "elements": sum(group.numel for group in groups),
+                "found": results(engine, result_of(engine, [first, second])),
+            }
+
+    return [steps_in(stage, secondary=secondary) for stage, secondary in GATHERS]
+
+
+GATHERS: Sequence[tuple[ZeroStage, bool]] = ((2, False), (3, True), (3, False))
+"""stages of ZeRO, with a secondary partition or without"""
 
 
 def test_of_each_gradient_and_each_gather_a_host_sends_the_others_one_whole() -> None:
-    """(w + 4) N (H - 1) / H bytes in stage 2, whatever the number of its ranks; besides what they tell each other. With
-    the bits of one rank."""
+    """(w + 4) N (H - 1) / H bytes in stages 2 and 3, whatever the number of its ranks; in stage 3 without a secondary
+    partition w more for what is gathered again; besides what they tell each other. With the bits of one rank."""
     found = together(HOSTS * EACH, crossed)
-    for one in found:
-        equal(one["found"], of_one_rank(HOSTS * EACH))
-    for host in range(HOSTS):
-        ranks = found[host * EACH : (host + 1) * EACH]
-        whole = (ranks[0]["elements"] * 2 + ranks[0]["made"] * 4) * (HOSTS - 1) // HOSTS
-        assert whole <= sum(one["sent"] for one in ranks) <= whole * 1.01
+    for way, (stage, secondary) in enumerate(GATHERS):
+        for by_way in found:
+            equal(by_way[way]["found"], of_one_rank(HOSTS * EACH))
+        for host in range(HOSTS):
+            ranks = [by_way[way] for by_way in found[host * EACH : (host + 1) * EACH]]
+            elements, gathered = ranks[0]["elements"], ranks[0]["gathered"]
+            assert gathered == elements if stage == 2 or secondary else gathered > 1.5 * elements
+            whole = (gathered * 2 + ranks[0]["made"] * 4) * (HOSTS - 1) // HOSTS
+            assert whole <= sum(one["sent"] for one in ranks) <= whole * 1.01
 
 
 def apart(mesh: DeviceMesh) -> tuple[int, dict[str, Any]]:

@@ -243,6 +243,10 @@ def differences(old: Settings, new: Settings) -> str:
         ),
         (old.cast != new.cast, f"gradients are rounded on the {new.cast}"),
         (old.stage != new.stage, f"ZeRO stage {old.stage} -> {new.stage}"),
+        (
+            old.secondary != new.secondary,
+            f"weights cross between hosts {'once a step' if new.secondary else 'for each use'}",
+        ),
         (old.keep != new.keep, f"weights {'stay' if new.keep else 'do not stay'} in host memory until their step"),
         (
             old.depths.graphs != new.depths.graphs,

@@ -151,6 +151,7 @@ def _plan(f: Forecast) -> dict[str, Any]:
         "sequence_length": task.sequence_length,
         "delay": settings.delay,
         "stage": settings.stage if task.ranks > 1 else None,
+        "secondary": settings.secondary,
         "precision": task.precision,
         "grad_dtype": task.grad_dtype,
         "cast": settings.cast if task.grad_dtype != "fp32" else None,

@@ -2,7 +2,8 @@
 
 The order of preference is by bytes saved on the slowest link per byte of memory: saved activations stay on the device,
 waiting gradients stay in host memory, and weights that are read for the backward until the optimizer takes them (a few
-blocks' save one read of all); then weights move up from disk, then optimizer state, as long as there is room.
+blocks' save one read of all); then weights move up from disk, then optimizer state, as long as there is room. Host
+memory that is left then has what weights that cross between hosts once a step take.
 """
 
 from collections import Counter
@@ -72,6 +73,9 @@ def fitted(request: Request, keep: Placement | None = None, *, best: bool = True
         settings = _up_to(request, settings, "host")
     if request.early is None and not steps_early(request.program, settings):
         settings = replace(settings, speculate=False)
+    if request.secondary is None and request.may_cross_once:
+        option = replace(settings, secondary=True)
+        settings = settings if request.exceeded(option) else option
     return with_keep(request, settings, keep=settings.keep)
 
 
@@ -143,6 +147,7 @@ def settings_of(request: Request, place: Placement, chunk: int, depths: Depths, 
         strands=request.own_strands if request.train else 1,
         keep=keep,
         stage=3 if request.stage is None or request.ranks == 1 or once else request.stage,
+        secondary=bool(request.secondary) and request.may_cross_once,
     )
 
 

@@ -92,9 +92,12 @@ class Phases:
             if kind in COMPUTES:
                 now = self._computed[kind, ident.stage, ident.micro_batch]
                 yield op, self.compute_row(now)
-            elif kind in ("RW", "UW", "HW", "GW"):
+            elif kind in ("RW", "UW", "HW", "GW", "UP"):
                 assert ident.visit is not None
                 yield op, self.load_row(self._at[ident.visit])
+            elif kind == "DP":  # beside the visit
+                assert ident.visit is not None
+                yield op, self.compute_row(self._at[ident.visit])
             elif kind in ("RC", "UC"):
                 yield op, self.compute_row(self._back(ident.stage + 1, ident.micro_batch))
             elif kind in ("DC", "WC"):

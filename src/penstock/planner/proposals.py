@@ -381,7 +381,7 @@ class Proposals:
 
 def _variant(request: Request) -> tuple[object, ...]:
     """All that the requests of one search differ in."""
-    return request.family, request.speculates, request.casts_on_device, request.stage
+    return request.family, request.speculates, request.casts_on_device, request.stage, request.secondary
 
 
 def _best_delays(screened: Iterable[tuple[float, float]]) -> tuple[float, ...]:

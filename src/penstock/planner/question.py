@@ -1,6 +1,6 @@
 """The question that the search for a plan is asked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -55,8 +55,8 @@ class Question:
     @cached_property
     def requests(self) -> tuple[Request, ...]:
         """The request in each family, waiting for the norm and speculating, with weights that several ranks gather for
-        each use or once a step, and with gradients that are rounded on either side of the link, as far as these may be
-        chosen.
+        each use or once a step, or across hosts once, and with gradients that are rounded on either side of the link,
+        as far as these may be chosen.
 
         Raises:
             ConfigError: what is forced cannot be.
@@ -66,12 +66,20 @@ class Question:
         modes = (False, True) if free else (self.request.speculates,)
         forced = replace(self.request, family=families[0])
         forced.check_update_mode()
-        stages: tuple[ZeroStage | None, ...] = (3, 2) if forced.stage is None and forced.ranks > 1 else (forced.stage,)
         asked = (
-            replace(forced, family=family, speculate=early, stage=stage)
-            for family, early, stage in product(families, modes, stages)
+            replace(forced, family=family, speculate=early, stage=stage, secondary=secondary)
+            for family, early, (stage, secondary) in product(families, modes, self._ways_to_gather)
         )
         return tuple(replace(request, cast=side) for request in asked for side in _sides(request))
+
+    @property
+    def _ways_to_gather(self) -> Sequence[tuple[ZeroStage | None, bool]]:
+        """Stages of ZeRO, each with a secondary partition on each host or without."""
+        request = self.request
+        free = request.stage is None and request.ranks > 1
+        each_use: ZeroStage | None = 3 if free else request.stage
+        once: list[tuple[ZeroStage | None, bool]] = [(each_use, True)] if request.may_cross_once else []
+        return [(each_use, False), *once, *([(2, False)] if free else [])]
 
     @property
     def possible_families(self) -> tuple[Family, ...]:

@@ -37,7 +37,8 @@ class Request(StreamConfig):
     is delayed, and the ``cast`` is done on the device: fewer bytes cross and wait. ``wait``: as in ``Settings``.
     ``inputs``: bytes of all micro-batches on the device, which is an accelerator if ``accelerated``. ``ranks``: that
     share every group, for each of so many ``copies`` of the state, and are on so many ``hosts``, as many on each;
-    ``program``, ``budget`` and ``micro_batches`` are those of one of them, ``strands`` those of all.
+    ``program``, ``budget`` and ``micro_batches`` are those of one of them, ``strands`` those of all. ``secondary``: as
+    in ``Settings``, if it can be (``may_cross_once``); None: where there is room left for it.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class Request(StreamConfig):
     ranks: int = 1
     copies: int = 1
     hosts: int = 1
+    secondary: bool | None = None
 
     def build(self, settings: Settings) -> Schedule:
         return lower_step(self.order, self.program, settings, self.fixed(settings.place), seat=self.seat(settings))
@@ -61,7 +63,8 @@ class Request(StreamConfig):
         """The seat of each rank."""
         dealt = self.program.dealt
         pipe, place = (1, 0) if dealt is None else (dealt.ranks, dealt.rank)
-        return streaming_seat(self.ranks, settings.stage, self.copies, self.hosts, pipe=pipe, place=place)
+        seat, secondary = (self.ranks, settings.stage, self.copies, self.hosts), settings.secondary
+        return streaming_seat(*seat, secondary=secondary, pipe=pipe, place=place)
 
     @property
     def is_of_several(self) -> bool:
@@ -117,6 +120,12 @@ class Request(StreamConfig):
     def may_speculate(self) -> bool:
         """True if anything could, if it is not forbidden."""
         return self.train and no_speculation(self.budget, wait=self.wait) is None
+
+    @property
+    def may_cross_once(self) -> bool:
+        """True if what a step's weights cross between hosts could be kept within each until their last use."""
+        over_hosts = self.hosts > 1 and self.copies == 1 and self.program.dealt is None
+        return self.train and over_hosts and self.stage in (None, 3)
 
     @property
     def may_delay(self) -> bool:

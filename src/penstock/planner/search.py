@@ -416,7 +416,7 @@ def different(proposals: Sequence[Proposal], count: int) -> list[Proposal]:
     paces: dict[object, Proposal] = {}
     for p in proposals:
         settings, place = p.settings, p.settings.place
-        way = p.request.family, settings.speculate, settings.cast, settings.stage
+        way = p.request.family, settings.speculate, settings.cast, settings.stage, settings.secondary
         ways.setdefault((way, settings.delay > 0), p)
         tiers.setdefault((way, place.activations, place.gradients, p.pattern), p)
         paces.setdefault((way, settings.delay, settings.chunk), p)

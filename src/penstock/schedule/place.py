@@ -394,6 +394,10 @@ class Settings:
     on the host is rounded there."""
     stage: ZeroStage = 3
     """Stage of ZeRO: the tensors that several ranks have parts of. Changes no bit."""
+    secondary: bool = False
+    """True if weights that ranks of several hosts gather cross between these once a step: what has crossed stays in the
+    host memory of those who got it until the group's last use. ZeRO++ (arXiv 2306.10209) has this secondary partition
+    on the device. Only in stage 3. Changes no bit."""
     keep: bool = False
     """True if weights on disk stay in host memory from the last load before their step until it, so that the optimizer
     does not read them again (``lower.kept``). Changes no bit."""

@@ -34,6 +34,8 @@ class Between:
         return {
             **dict.fromkeys(("GW", "GU"), gather),
             **dict.fromkeys(("HW", "HU"), self.gather_between),
+            "DP": self.leave_crossed,
+            "UP": self.bring_crossed,
             "SG": self.exchange,
             "HG": self.exchange_between,
             "AR": self.add_up_for_all,
@@ -58,6 +60,25 @@ class Between:
         for whole in self._cut(op, op.writes[0], self._copy.size):
             levels.gather_within(self._host, self._place.size, whole)
             self._sent(whole[: whole.numel() // self._host.size], self._host)
+
+    def leave_crossed(self, op: Op) -> None:
+        """Down to host memory, of a group's weights, those of the ranks with this one's place on all hosts."""
+        for whole, own in self._crossed(op, op.reads[0], op.writes[0]):
+            for target, source in zip(own, whole[:, self._host.rank], strict=True):
+                self._to.copy(target, source)
+
+    def bring_crossed(self, op: Op) -> None:
+        """The same up again, to where ``gather_within`` finds it."""
+        for whole, own in self._crossed(op, op.writes[0], op.reads[0]):
+            self._to.copy(whole.view(-1)[: own.numel()], own.view(-1))
+
+    def _crossed(self, op: Op, whole: str, own: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A group's weights, [hosts, ranks of each, n], and those of the ranks with this one's place, [hosts, n]. Ranks
+        whose collectives have one level count as one to a host."""
+        each = self._host.size
+        hosts = self._copy.size // each
+        for all_of_it, part in zip(self._cut(op, whole, self._copy.size), self._cut(op, own, hosts), strict=True):
+            yield all_of_it.view(hosts, each, -1), part.view(hosts, -1)
 
     def _parts(self, op: Op) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's parts of what an op puts together, and where all ranks' go."""

@@ -27,6 +27,8 @@ of the group's updates made orthogonal there; a chunk of that down, for ``OP5.1`
 | ``AN`` | net | all-reduce of the norm |
 | ``HW5@F3`` ``HU5`` ``HG5.1@B3`` | nic | the part between hosts of collectives on two levels: the gathers before
 ``GW5@F3`` and ``GU5``, the reduce-scatter after ``SG5.1@B3``, which themselves are within each host then |
+| ``DP5@F3`` ``UP5@B3`` | d2h, h2d | of group 5's weights, what had to cross between hosts: down to host memory when it
+has for visit ``F3``, and up again for visit ``B3``, for which nothing has to |
 | ``HR5.1@B3`` | nic | all-reduce, between copies of the state, of what each has scattered within itself |
 | ``CM`` | write | commit of the step before, whose delayed steps are all on disk now |
 | ``GC3m0`` | net | all-gather of a saved activation of stage 3 that is kept in parts (ZeRO-R) |

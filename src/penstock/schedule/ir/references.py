@@ -28,8 +28,8 @@ LANE_OF: dict[str, Lane] = {
     **dict.fromkeys((*COMPUTES, "AD", "ND", "OD", "NS"), "compute"),
     **dict.fromkeys(("RW", "RG", "RS", "RM", "RC"), "read"),
     **dict.fromkeys(("WG", "WS", "WM", "WW", "WC", "CM"), "write"),
-    **dict.fromkeys(("UW", "UN", "UC", "UG", "UU"), "h2d"),
-    **dict.fromkeys(("DG", "DC", "DU"), "d2h"),
+    **dict.fromkeys(("UW", "UN", "UC", "UG", "UU", "UP"), "h2d"),
+    **dict.fromkeys(("DG", "DC", "DU", "DP"), "d2h"),
     **dict.fromkeys(("AG", "NG", "MU", "OP", "NORM"), "cpu"),
     **dict.fromkeys(("GW", "GN", "AR", "SG", "GC", "GU", "AN"), "net"),
     **dict.fromkeys(("HW", "HG", "HU", "HR"), "nic"),
@@ -64,7 +64,7 @@ Holds = Literal[
 it. What is ``unknown`` can be checked and simulated."""
 
 HOLDS: dict[str, Holds] = {
-    **dict.fromkeys(("W", "P@"), "weights"),
+    **dict.fromkeys(("W", "P@", "p"), "weights"),
     "i": "chunk of weights",
     **dict.fromkeys(("G", "g", "P"), "gradient"),
     **dict.fromkeys(("H", "h", "R", "r", "t", "c", "T", "L", "Y"), "chunk of gradient"),

@@ -41,6 +41,8 @@ class Builder:
         self.cuts: list[tuple[Chunk, ...]] = [chunks(group, cut) for group in self.program.groups] if cut else []
         self.ready: dict[VisitId, list[OpId]] = defaultdict(list)
         """visit -> ops that its first compute op waits for"""
+        self.outlast: dict[VisitId, list[OpId]] = defaultdict(list)
+        """visit -> ops that read weights beside it: its last compute op, after which these may go, waits for them"""
         self._of_visit: tuple[list[Buffer], list[Buffer], list[Take], list[Buffer]] = [], [], [], []
         """the answer of ``_of_groups`` for the visit under way, which all of its micro-batches ask for"""
 

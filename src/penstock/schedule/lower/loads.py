@@ -25,6 +25,14 @@ The last load before a step may read into the buffer that the step takes, which 
     cpu                                       OP5.1
     write                                           WW5.1
 
+Where weights of several hosts have a secondary partition, the first load brings this rank's part, and what has crossed
+between hosts goes down beside the visit; all other loads bring that:
+
+    h2d     UW5.0@F5                               UP5@B5
+    nic              HW5@F5
+    net                     GW5@F5                        GW5@B5
+    d2h                            DP5@F5
+
 The first block's delayed steps have nothing to hide behind: the step begins with them, and finds the state of the first
 ones read already (``chunk_steps``).
 """
@@ -33,7 +41,7 @@ from penstock.schedule.ir.ops import Take
 from penstock.schedule.ir.references import Buffer, OpId, group_buffer, group_op
 from penstock.schedule.lower.build import Builder
 from penstock.schedule.lower.emitter import Touched
-from penstock.schedule.lower.pools import KEPT
+from penstock.schedule.lower.pools import KEPT, secondary_pool
 from penstock.schedule.lower.route import Visit
 from penstock.schedule.lower.update import Updates
 
@@ -54,6 +62,8 @@ class Loads:
         ]
         """(visit, group that it has to load, or only to step before) in the order of the loads"""
         self._next = 0
+        self._takers: dict[str, OpId] = {}
+        """pool of weights -> the last op that takes from it"""
 
     def until(self, index: int) -> None:
         """Emit the loads of all visits up to and including ``index``, which comes next, and as many after them as the
@@ -98,6 +108,8 @@ class Loads:
         """Emit the loads of one group, after the steps of its ``late`` chunks; what a visit that reads it waits for."""
         b, visit, cut = self.b, self.b.visits[index], self.b.seat.sharding.weights
         whole, home = (b.weight_buffer(g, index), b.provision.weights_pool[g]), b.s.place.weights[g]
+        if g in b.provision.secondary and index != b.provision.stay.loads[g][0]:
+            return self._load_again(g, index, whole)
         if home == "device":  # this rank's part is there
             return self._gather(g, visit, whole, part=[], after=[])
         into = (group_buffer("P", g, visit=visit.name), "weight_parts") if cut else whole
@@ -126,16 +138,53 @@ class Loads:
             takes = []
             if c.index in late:
                 self.updates.home_delayed(g, c, [*after, last] if reads else after)
-        return self._gather(g, visit, whole, part=[into[0]], after=[last]) if cut else last
+        if not cut:
+            return last
+        last = self._gather(g, visit, whole, part=[into[0]], after=[last])
+        if g in b.provision.secondary:
+            stays, nbytes = group_buffer("p", g), b.provision.secondary_bytes(g)
+            down, takes = group_op("DP", g, visit=visit.name), [(stays, secondary_pool(nbytes))]
+            b.outlast[visit.name].append(
+                b.emit(down, after=[last], takes=takes, reads=[whole[0]], writes=[stays], nbytes=nbytes)
+            )
+        return last
+
+    def _load_again(self, g: int, index: int, whole: Take) -> OpId:
+        """Emit the load of a group from what has crossed between hosts before, for the last of which that is kept."""
+        b, visit, stays = self.b, self.b.visits[index], group_buffer("p", g)
+        loads, ident = b.provision.stay.loads[g], group_op("UP", g, visit=visit.name)
+        down = group_op("DP", g, visit=b.visits[loads[0]].name)
+        up = b.emit(
+            ident,
+            after=[down, *self._take_in_turn(whole[1], ident)],
+            takes=[whole],
+            reads=[stays],
+            writes=[whole[0]],
+            gives=[stays] if index == loads[-1] else [],
+            nbytes=b.provision.secondary_bytes(g),
+        )
+        return self._gather_within(g, visit, whole[0], [up]) if b.seat.hosts.size > 1 else up
 
     def _gather(self, g: int, visit: Visit, whole: Take, *, part: list[Buffer], after: list[OpId]) -> OpId:
         """Emit the gather of a group's weights from all ranks' parts; on two levels, between hosts first."""
         op, seat, amount = Touched(reads=[*part], gives=[*part]), self.b.seat, self.b.provision.whole_weights(g)
         op.make(*whole)
+        first = group_op("HW" if seat.hosts.size > 1 else "GW", g, visit=visit.name)
+        after = [*after, *self._take_in_turn(whole[1], first)]
         if seat.hosts.size > 1:
-            ident = group_op("HW", g, visit=visit.name)
-            after = [self.b.collective(ident, seat.hosts, amount // seat.near.size, op, after=after)]
-            op = Touched(reads=[whole[0]], writes=[whole[0]])
+            between = self.b.collective(first, seat.hosts, amount // seat.near.size, op, after=after)
+            return self._gather_within(g, visit, whole[0], [between])
         if not visit.micro_batches:  # only the others use it
             op.gives.append(whole[0])
-        return self.b.collective(group_op("GW", g, visit=visit.name), seat.near, amount, op, after=after)
+        return self.b.collective(first, seat.near, amount, op, after=after)
+
+    def _take_in_turn(self, pool: str, ident: OpId) -> list[OpId]:
+        """What an op that takes from a pool of weights waits for, so that all that do have one order: the one before it,
+        if another lane's."""
+        before, self._takers[pool] = self._takers.get(pool), ident
+        return [] if before is None or before.lane == ident.lane else [before]
+
+    def _gather_within(self, g: int, visit: Visit, whole: Buffer, after: list[OpId]) -> OpId:
+        """Emit the gather of a group's weights from what the ranks of this host have."""
+        op, amount = Touched(reads=[whole], writes=[whole]), self.b.provision.whole_weights(g)
+        return self.b.collective(group_op("GW", g, visit=visit.name), self.b.seat.near, amount, op, after=after)

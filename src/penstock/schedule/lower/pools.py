@@ -32,6 +32,12 @@ SUMS = "gradient_sums"
 UPDATES = "updates_of_visits"
 """The pool of updates of matrices on their way up, where a visit's are all there before the first goes."""
 
+
+def secondary_pool(nbytes: int) -> str:
+    """The pool of what stays in host memory of groups' weights that have crossed between hosts, so many bytes each."""
+    return f"secondary.{nbytes}"
+
+
 KEPT = "kept_weights"
 """The pool of weights that stay in host memory from their last load until they are stepped."""
 

@@ -32,6 +32,7 @@ from penstock.schedule.lower.pools import (
     class_of,
     exchanged_between_copies,
     exchanged_bytes,
+    secondary_pool,
     size_classes,
     staged,
 )
@@ -60,6 +61,8 @@ class Provision:
     """All pools of one step, and which of them a group's weights and device gradients come from.
 
     ``delayed``: streamed group -> indices of its chunks that step in the next step's forward; empty without a delay.
+    ``secondary``: groups of which what has crossed between hosts stays in host memory from their first load to their
+    last.
     ``kept``: group -> the visit whose load leaves the weights in host memory until they are stepped (``kept``).
     ``saved_activations_pool`` and ``held_pool``: where saved activations on the host, and gradients that wait, are
     taken from.
@@ -76,7 +79,10 @@ class Provision:
         self.weights_pool: dict[int, str] = {}
         self.gradients_pool: dict[int, str] = {}
         self.delayed = self._delayed()
-        self.kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
+        again = (g for g, loads in self.stay.loads.items() if len(loads) > 1 and self.moves(g))
+        self.secondary = frozenset(again if seat.sharding.secondary else ())
+        kept = kept_groups(route, settings, self.stay, self._on_time) if settings.keep else {}
+        self.kept = {g: i for g, i in kept.items() if g not in self.secondary}  # of these no load but the first is read
         self.activations = ActivationProvision(route, settings, self.stay)
         """the part of it that is about activations: those that leave the device, and graphs that are kept there"""
         self._narrow = narrow_groups(route, settings)
@@ -96,6 +102,10 @@ class Provision:
     def whole_weights(self, g: int) -> int:
         """Bytes of a group's weights, put together from the parts of all ranks."""
         return self.seat.parts * self._groups[g].numel * self.s.form.weight_bytes
+
+    def secondary_bytes(self, g: int) -> int:
+        """Bytes of what this rank has of a group's weights once they have crossed between hosts."""
+        return self.whole_weights(g) // self.seat.crossed
 
     def whole_gradient(self, g: int) -> int:
         """Bytes of a group's gradient on the device, before each rank has its part of the sum."""
@@ -317,6 +327,9 @@ class Provision:
             yield replace(pool, count=len(members)) if self.seat.sharding.stay else pool
         if self.seat.sharding.weights and part:
             yield Pool(name="weight_parts", tier="device", size=max(part.values()), count=2)
+        of_size = Counter(map(self.secondary_bytes, sorted(self.secondary)))
+        for size, count in of_size.items():
+            yield Pool(name=secondary_pool(size), tier="host", size=size, count=count)
 
     def _gradients(self) -> Iterator[Pool]:
         """Shared by size class; a group that steps on the device has a buffer of its own. With several ranks, of each
@@ -348,7 +361,8 @@ class Provision:
     def _from_disk(self, g: int) -> bool:
         """True if any chunk of a group's weights is read from disk to go up to the device and no further: a delayed
         one's first load comes from its step, and the last of one that is kept is the step's."""
-        loads, late = len(self.stay.loads[g]), len(self.delayed.get(g, ()))
+        loads = 1 if g in self.secondary else len(self.stay.loads[g])
+        late = len(self.delayed.get(g, ()))
         frozen, on_time = chunk_count(self._groups[g].frozen, self.s.chunk), self.trained_count(g) - late
         passing = (loads * bool(frozen), (loads - 1) * bool(late), (loads - (g in self.kept)) * bool(on_time))
         return self.s.place.weights[g] == "disk" and any(passing)

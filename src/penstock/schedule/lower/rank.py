@@ -29,6 +29,8 @@ def lower_rank(builder: Builder, name: str, fixed: Fixed) -> Schedule:
         for m in stay.micro_batches:
             op = builder.touched(i, m)
             after = [*builder.ready.pop(stay.name, ()), *activations.touched(op, stay, m)]
+            if m == stay.micro_batches[-1]:
+                after += builder.outlast.pop(stay.name, ())
             ident = stage_op(stay.kind, stay.stage, m)
             emit(ident, after=after, takes=op.takes, reads=op.reads, writes=op.writes, gives=op.gives, items=items)
             if settings.strands > 1:

@@ -10,6 +10,8 @@
 | ``fsdp``, also with pipelines; ``zero-infinity`` | all three | gathered for each use | reduce-scattered during the
 backward |
 | streams, stage 3 | all three | gathered for each use | reduce-scattered when all micro-batches are in them |
+| streams, stage 3, ``secondary`` | all three | as in stage 3, but across hosts for the first use in a step | as in
+stage 3 |
 | streams, stages 2 and 1 | state, gradients; weights between steps | gathered once a step, and stay on the device until
 its last use | as in stage 3 |
 | streams, stage 0 | nothing | brought for each use, by each rank its own | all-reduced when all micro-batches are in
@@ -19,7 +21,7 @@ has is all-reduced between copies |
 | streams, stages 3 to 1 on several ``hosts`` of several ranks | as in the stage | first between the ranks of each
 place, then within hosts | first within hosts, then between the ranks of each place |
 
-ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last five rows says, or not at all
+ZeRO and ZeRO-R are arXiv 1910.02054. Groups that stream are shared as one of the last six rows says, or not at all
 (``not_streamed``): ``zero-infinity`` and stage 3 differ where several visits make a gradient. A gradient that streams
 leaves the device as soon as it is complete, so that stages 1 and 2 are one: nobody has it whole for longer.
 """
@@ -41,7 +43,7 @@ class Sharding:
     """One row of the table above. ``reduce``: what is done about gradients, and when. ``piece``: they cross the network
     in pieces of this amount, through one buffer (ZeRO-R). ``apart``: on the device, each visit has a gradient of its
     own, and the optimizer's step adds them up; otherwise a group has one. ``stay``: weights that are gathered stay on
-    the device until the last visit of the step that reads them.
+    the device until the last visit of the step that reads them. ``secondary``: as in ``Settings``.
     """
 
     weights: bool = False
@@ -50,6 +52,7 @@ class Sharding:
     piece: int | None = None
     apart: bool = False
     stay: bool = False
+    secondary: bool = False
 
 
 FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
@@ -57,6 +60,9 @@ FULLY = Sharding(weights=True, state=True, reduce="scatter-early")
 
 SUMMED = Sharding(weights=True, state=True, reduce="scatter-late")
 """ZeRO-3 whose gradients cross once a step, however many micro-batches there are."""
+
+CROSSING_ONCE = replace(SUMMED, secondary=True)
+"""ZeRO-3 whose weights cross between hosts once a step."""
 
 GATHERED_ONCE = replace(SUMMED, stay=True)
 """ZeRO-2, of which a step begins with what ZeRO-3 has: each rank has its part of the new weights."""
@@ -107,6 +113,12 @@ class Seat:
         if self.hosts.size == 1:
             return self.shards
         return ProcessGroup(name=HOST, members=tuple(range(self.shards.size // self.hosts.size)))
+
+    @property
+    def crossed(self) -> int:
+        """Shares that a group's weights have where each of the ranks of a host, or a rank that is alone there, has one
+        once they have crossed between hosts."""
+        return self.near.size if self.hosts.size > 1 else 1
 
     @property
     def adds_on_levels(self) -> bool:
@@ -194,7 +206,7 @@ def not_streamed(seat: Seat, place: Placement) -> str:
     alone = seat.shards.size == 1
     if replace(seat, model=ALONE, items=1, inputs=0, lookahead=0, steps="within") != seat:
         return "a rank that streams computes a micro-batch at a time, whole, and steps within its visits"
-    if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, GATHERED_ONCE, REPLICATED)):
+    if seat.sharding not in ((Sharding(),) if alone else (FULLY, SUMMED, CROSSING_ONCE, GATHERED_ONCE, REPLICATED)):
         return "groups that stream are shared as one of the stages of ZeRO shares them, and those of one rank are not"
     if not alone and "device" in (*place.weights, *place.state):
         return "of groups that stream, what several ranks share lives below the device"
@@ -213,10 +225,17 @@ those with the same place on different hosts."""
 
 @lru_cache(maxsize=256)
 def streaming_seat(
-    ranks: int, stage: ZeroStage = 3, copies: int = 1, hosts: int = 1, *, pipe: int = 1, place: int = 0
+    ranks: int,
+    stage: ZeroStage = 3,
+    copies: int = 1,
+    hosts: int = 1,
+    *,
+    secondary: bool = False,
+    pipe: int = 1,
+    place: int = 0,
 ) -> Seat:
     """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO, on so many
-    ``hosts`` if they share one copy of it; or of each of as many for each of several ``copies`` of the state; or of as
+    ``hosts`` if they share one copy of it, with a ``secondary`` partition on each or without; or of each of as many for each of several ``copies`` of the state; or of as
     many that have one ``place`` in pipelines of ``pipe`` ranks."""
     pipeline = ALONE if pipe == 1 else Mesh(stages=pipe).everyone()
     if ranks == 1:
@@ -228,5 +247,5 @@ def streaming_seat(
         pipe=pipeline,
         copies=ProcessGroup(name=COPIES, members=tuple(range(copies))) if copies > 1 else ALONE,
         hosts=ProcessGroup(name=HOSTS, members=tuple(range(hosts))) if on_levels else ALONE,
-        sharding={3: SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],
+        sharding={3: CROSSING_ONCE if secondary else SUMMED, 2: GATHERED_ONCE, 1: GATHERED_ONCE, 0: REPLICATED}[stage],
     )

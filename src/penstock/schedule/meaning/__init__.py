@@ -81,6 +81,7 @@ class _Step(ComputeRules, MatrixRules, WaitingRules, BetweenRules, CrossingRules
             self._kinds["HR"] = self._between_copies
         if needs.cut:
             self._kinds |= {"GW": self._gather, "GU": self._gather_updates}
+            self._kinds |= {"DP": self._leave_crossed, "UP": self._bring_crossed}
         if needs.cut and needs.hosts > 1:
             self._kinds |= {"HW": self._gather_of_place, "HU": self._gather_updates_of_place}
         if needs.adds_on_levels:

@@ -2,13 +2,13 @@
 
 from penstock.schedule.ir.ops import Op, refused
 from penstock.schedule.meaning.ground import Ground
-from penstock.schedule.meaning.values import NOW, Gradient, OfPlace, Weights
+from penstock.schedule.meaning.values import NOW, Crossed, Gradient, OfPlace, Weights
 from penstock.schedule.place import FP32, NORM_BYTES
 from penstock.schedule.program import ALIGN
 
 
 class BetweenRules(Ground):
-    """Rules of GW, HW, UG, SG, HG, AR, HR and AN. All ranks do the same: what is true of this one's part is true of the
+    """Rules of GW, HW, DP, UP, UG, SG, HG, AR, HR and AN. All ranks do the same: what is true of this one's part is true of the
     whole."""
 
     def _gather(self, op: Op) -> None:
@@ -31,6 +31,25 @@ class BetweenRules(Ground):
         name = self._at(op, op.writes, "the group on the device")
         self._sends(op, self.needs.program.groups[g].numel * self.form.weight_bytes)
         self._put(op, name, OfPlace(*part), "device", self._whole_weights(g))
+
+    def _leave_crossed(self, op: Op) -> None:
+        """Down to host memory, of weights that are all there, what had to cross between hosts for that."""
+        g, source = op.id.group, self._at(op, op.reads, "the group on the device")
+        value = self._value(op, source, Weights)
+        if source.kind != "W" or value.group != g:
+            raise refused(op, f"takes {source} for the weights of its group on the device, which it is not")
+        self._moves(op, self._whole_weights(g) // self.needs.crossed)
+        self._put(op, self._at(op, op.writes, "what has crossed"), Crossed(*value), "host", op.nbytes)
+
+    def _bring_crossed(self, op: Op) -> None:
+        """The same up to the device again: on two levels, for the ranks of this host to gather."""
+        g, source = op.id.group, self._at(op, op.reads, "what has crossed")
+        value = self._value(op, source, Crossed)
+        if value.group != g:
+            raise refused(op, f"takes {source} for the weights of its group, which it is not")
+        self._moves(op, self._whole_weights(g) // self.needs.crossed)
+        there = Weights(*value) if self.needs.hosts == 1 else OfPlace(*value)
+        self._put(op, self._at(op, op.writes, "the group on the device"), there, "device", self._whole_weights(g))
 
     def _part(self, op: Op) -> Weights:
         """This rank's part of a group's weights, all of it."""

@@ -12,8 +12,8 @@ from penstock.schedule.ir.references import ALONE, COMPUTES, OF_STAGES, Buffer
 from penstock.schedule.program import Program
 
 _MOVES_NOTHING = frozenset((*COMPUTES, "AD", "ND", "OD", "NS", "NORM", "CM"))
-_OF_GROUPS = frozenset(("ND", "OD", "GW", "HW", "GU", "HU", "NS"))
-_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "HW", "SG", "HG", "AR", "HR"))
+_OF_GROUPS = frozenset(("ND", "OD", "GW", "HW", "GU", "HU", "NS", "DP", "UP"))
+_FOR_VISITS = frozenset(("RW", "UW", "AD", "DG", "AG", "UG", "GW", "HW", "SG", "HG", "AR", "HR", "DP", "UP"))
 """All other ops of groups are of chunks, and done once in a step."""
 
 
@@ -48,17 +48,19 @@ def _check_id(op: Op, program: Program) -> None:
 
 def _check_weights(op: Op, brings: Collection[str]) -> None:
     """Check that only ops that bring a group's weights take its buffers and write them, and that only stages read them
-    and give them back; but for what is brought in two ops, of which the second reads what the first has."""
+    and give them back; but for what is brought in two ops, of which the second reads what the first has, and for what
+    has crossed between hosts, which is left on the host (DP) and brought again (UP)."""
 
     def weights(names: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(name for name in names if name.kind == "W")
 
     first, *then = brings
-    loads, computes = op.id.kind in brings, op.id.kind in COMPUTES
+    again = op.id.kind == "UP"
+    loads, computes = op.id.kind in brings or again, op.id.kind in COMPUTES
     for verb, names, may in (
-        ("takes", weights(tuple(name for name, _ in op.takes)), op.id.kind == first),
+        ("takes", weights(tuple(name for name, _ in op.takes)), op.id.kind == first or again),
         ("writes", weights(op.writes), loads),
-        ("reads", weights(op.reads), computes or op.id.kind in then),
+        ("reads", weights(op.reads), computes or op.id.kind in then or op.id.kind == "DP"),
         ("gives back", weights(op.gives), computes),
     ):
         for name in names:

@@ -56,6 +56,14 @@ class OfPlace(NamedTuple):
     versions: dict[int, int]
 
 
+class Crossed(NamedTuple):
+    """What of a group's weights had to cross between hosts, in host memory: for all ranks of a host together, all of
+    them. ``versions``: as of ``Weights``."""
+
+    group: int
+    versions: dict[int, int]
+
+
 class State(NamedTuple):
     """A chunk's optimizer state, which lives on disk."""
 
@@ -114,7 +122,7 @@ class Kept(NamedTuple):
     parts: int
 
 
-Value = Weights | Gradient | OfPlace | State | Momentum | Update | Activation | Half | Graph | Kept
+Value = Weights | Gradient | OfPlace | Crossed | State | Momentum | Update | Activation | Half | Graph | Kept
 V = TypeVar("V", bound=Value)
 
 
@@ -162,6 +170,11 @@ class Needs:
         return self.ranks // self.hosts
 
     @property
+    def crossed(self) -> int:
+        """Shares of a group's weights that the ranks of a host have once these have crossed between hosts."""
+        return self.on_host if self.hosts > 1 else 1
+
+    @property
     def adds_on_levels(self) -> bool:
         """True if gradients are added up on two levels."""
         return self.cut and self.hosts > 1 and is_branch(self.on_host)
@@ -206,6 +219,7 @@ SHOWN: dict[type, str] = {
     Weights: "weights",
     Gradient: OVER[""],
     OfPlace: "the weights of one rank of each host",
+    Crossed: "weights that have crossed between hosts",
     State: "optimizer state",
     Momentum: "momentum",
     Update: "updates",
