@@ -107,16 +107,11 @@ _CROSSING = ("net", "nic", "send")
 
 
 def formula(layout: str, groups: list[GroupSpec], hosts: int) -> int:
-    """Bytes that a host sends the others in a step, of R ranks on H hosts.
-
-    With a copy on each host its ranks send 8 N (H - 1) / H together; with state that is cut over all ranks what each
-    rank gathers and exchanges, (2w + 4) N (R - 1) / R less what stays, but (H - 1) / H of it; in stage 2
-    (w + 4) N (H - 1) / H.
+    """Bytes that a host sends the others in a step: with a copy on each 8 N (H - 1) / H of H hosts, with state that is
+    cut over all ranks (w + 4) N (H - 1) / H and its part of the norm.
     """
     terms, elements = by_the_formula(groups, hosts), sum(group.numel for group in groups)
-    if layout in (COPIES, STAGE_2):
-        return (FP32 + 4) * elements * (hosts - 1) // hosts + (layout == STAGE_2) * terms["norm"]
-    return terms["published"] - terms["kept"] + terms["norm"]
+    return (FP32 + 4) * elements * (hosts - 1) // hosts + (layout != COPIES) * terms["norm"]
 
 
 def of_pipeline(program: Program, micro_batches: int, hosts: int, host: int) -> int:

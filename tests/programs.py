@@ -91,13 +91,14 @@ class Case:
     settings: Settings
     family: Family
     ranks: int = 1
+    hosts: int = 1
 
     def build(self) -> Schedule:
         fixed: Fixed = (("device", "working", 900),)
-        seat = streaming_seat(self.ranks, self.settings.stage)
+        seat = streaming_seat(self.ranks, self.settings.stage, hosts=self.hosts, secondary=self.settings.secondary)
         return lower_step(self.family, self.program, self.settings, fixed, seat=seat)
 
-    def shared_by(self, ranks: int, stage: ZeroStage = 3) -> "Case":
+    def shared_by(self, ranks: int, stage: ZeroStage = 3, hosts: int = 1, *, secondary: bool = False) -> "Case":
         """The case of one of several ranks, whose parts live below the device."""
         place = self.settings.place
 
@@ -106,7 +107,9 @@ class Case:
 
         place = replace(place, weights=below(place.weights), state=below(place.state))
         once = not self.settings.train and bool(stage)  # as ``settings_of`` has it
-        return replace(self, ranks=ranks, settings=replace(self.settings, place=place, stage=3 if once else stage))
+        stage, secondary = 3 if once else stage, secondary and self.settings.train
+        settings = replace(self.settings, place=place, stage=stage, secondary=secondary)
+        return replace(self, ranks=ranks, hosts=hosts, settings=settings)
 
     def gradient_bytes(self, schedule: Schedule, tag: str) -> int:
         """The bytes of an element of the chunk ``tag`` ("5.1"), as it crosses in a schedule of this case and waits: in

@@ -162,4 +162,6 @@ def request_of(case: Case) -> Request:
         family="horizontal" if case.family == "horizontal" else "vertical",
         ranks=case.ranks,
         stage=s.stage,
+        hosts=case.hosts,
+        secondary=s.secondary,
     )

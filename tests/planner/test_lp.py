@@ -30,9 +30,16 @@ from tests.questions import MACHINE, question, request_of, times_for
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 
 
+LINK = Network(bandwidth=3e7, latency=2e-3)
+Sharing = tuple[int, ZeroStage, int, bool]
+"""ranks, their stage, their hosts, and whether these have secondary partitions"""
+SHARED: tuple[Sharing, ...] = ((2, 3, 1, False), (3, 3, 1, False), (3, 2, 1, False), (2, 0, 1, False))
+ON_HOSTS: tuple[Sharing, ...] = ((4, 3, 2, False), (4, 3, 2, True), (2, 3, 2, True))
+
+
 def costs_of(case: Case) -> Costs:
     return machine_costs(
-        replace(MACHINE, network=Network(bandwidth=3e7, latency=2e-3)),
+        replace(MACHINE, network=LINK, across=replace(LINK, bandwidth=1e7)),
         case.program,
         case.settings.form,
         times_for(case.program),
@@ -40,6 +47,11 @@ def costs_of(case: Case) -> Costs:
         grad_dtype=case.settings.grad_dtype,
         narrow=narrow_groups(request_of(case).route, case.settings),
     )
+
+
+def shared_by(case: Case, sharing: Sharing) -> Case:
+    ranks, stage, hosts, secondary = sharing
+    return case.shared_by(ranks, stage, hosts, secondary=secondary)
 
 
 def compared(case: Case) -> list[tuple[str, float, float]]:
@@ -58,10 +70,9 @@ def test_loads_are_the_simulated_work_of_every_lane(seed: int) -> None:
         count = len(case.program.groups)
         whole = replace(case.settings.place, weights=("disk",) * count, state=("disk",) * count)
         case = replace(case, settings=replace(case.settings, place=whole))
-    shared: tuple[tuple[int, ZeroStage], ...] = ((2, 3), (3, 3), (3, 2), (2, 0))
-    for one in (case, *(case.shared_by(ranks, stage) for ranks, stage in shared)):
-        for lane, load, work in compared(one):
-            assert load == pytest.approx(work, rel=1e-9, abs=1e-12), (lane, one.ranks, one.settings.stage)
+    for sharing in (None, *SHARED, *ON_HOSTS):
+        for lane, load, work in compared(case if sharing is None else shared_by(case, sharing)):
+            assert load == pytest.approx(work, rel=1e-9, abs=1e-12), (lane, sharing)
 
 
 VERTICAL = [case for case in (random_case(seed, largest=6) for seed in range(40)) if case.family == "vertical"]
@@ -122,8 +133,8 @@ def test_what_is_read_ahead_is_read_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (3, 3), (3, 2), (3, 0)])
-def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ranks: int, stage: ZeroStage) -> None:
+@pytest.mark.parametrize("sharing", [None, *SHARED[1:], ON_HOSTS[1]])
+def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, sharing: Sharing | None) -> None:
     """What the program counts is at least what the schedule takes, and equal where every pool is needed."""
     case = random_case(seed)
     if case.settings.train:
@@ -131,7 +142,7 @@ def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, ran
         case = replace(case, settings=replace(case.settings, strands=strands))
     place = placement(Random(seed), case.program, tied=bool(tied_groups(case.program)))
     case = replace(case, settings=replace(case.settings, place=place))
-    case = case if ranks == 1 else case.shared_by(ranks, stage)
+    case = case if sharing is None else shared_by(case, sharing)
     lp = PlacementLP(
         request_of(case),
         case.settings,

@@ -130,6 +130,28 @@ def test_ranks_gather_weights_once_where_that_is_faster_and_fits(device: int, ba
         assert forced[2] < 0.9 * forced[3]
 
 
+@pytest.mark.parametrize("host", [3 * MIB, 24 * MIB])
+@pytest.mark.parametrize("bandwidth", [2e6, 2e10])
+def test_weights_cross_between_hosts_once_where_that_is_faster_and_fits(host: int, bandwidth: float) -> None:
+    """On a device that has no room for all weights. What has crossed has to have room in host memory."""
+    slow = Network(bandwidth=bandwidth, latency=1e-3)
+    linked = replace(MACHINE, network=replace(slow, bandwidth=2e10), across=slow)
+    asked = question(transformer(6, block=20), form=ADAM16, wait=True, device=12 * MIB, host=host, machine=linked)
+    asked = replace(asked, request=replace(asked.request, ranks=4, hosts=2, stage=3))
+    choice = searched(asked)
+    forced = {}
+    for secondary in (False, True):
+        with suppress(BudgetError):
+            found = searched(replace(asked, request=replace(asked.request, secondary=secondary)))
+            assert found.plan.settings.secondary == secondary
+            forced[secondary] = found.seconds
+    assert set(forced) == ({False, True} if host > 4 * MIB else {False})
+    assert choice.seconds <= min(forced.values()) * 1.01
+    if bandwidth < 1e9 and True in forced:
+        assert choice.plan.settings.secondary
+        assert forced[True] < 0.9 * forced[False]
+
+
 def test_an_evaluation_holds_no_weights_for_a_second_use() -> None:
     asked = question(transformer(6, block=20), form=ADAM16, wait=False, device=32 * MIB, host=24 * MIB).request
     taken = {stage: fit(replace(asked, ranks=2, stage=stage, train=False)).device_bytes for stage in (1, 2, 3)}

@@ -22,10 +22,12 @@ from penstock.hardware.machine import Network
 from penstock.ranks.process_groups import Together, join
 from penstock.runtime import staging
 from penstock.runtime.actions import crossing
+from penstock.runtime.actions.between import Between
 from penstock.runtime.actions.crossing import Crossing
 from penstock.runtime.staging import Staging
 from penstock.schedule import dealt
 from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.references import OpId
 from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide
@@ -85,6 +87,29 @@ def alone(module: Any, numbers: Any) -> Any:
 def test_two_ranks_that_share_the_state_have_the_bits_of_one(way: str, tmp_path: Path) -> None:
     numbers, run = test_bits.WAYS[way]
     for found in together(2, test_bits.trained, numbers, run, tmp_path / "store", on_device=True):
+        equal(found, alone(test_bits, numbers))
+
+
+def on_hosts(mesh: DeviceMesh, hosts: int, numbers: test_bits.Numbers, run: test_bits.Run, disk: Path) -> Any:
+    """Of one that has kept weights that have crossed between the hosts."""
+    os.environ["GROUP_RANK"] = str(mesh.get_rank() * hosts // mesh.size())
+    kept, leave = list[OpId](), Between.leave_crossed
+
+    def leave_crossed(between: Between, op: Op) -> None:
+        kept.append(op.id)
+        leave(between, op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Between, "leave_crossed", leave_crossed)
+        found = test_bits.trained(mesh, numbers, run, disk)
+    assert kept
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_ranks_of_two_hosts_whose_weights_cross_once_have_the_bits_of_one(size: int, tmp_path: Path) -> None:
+    numbers, run = test_bits.BF16, test_bits.Run(disk=True, chunk=4096)
+    for found in together(size, on_hosts, 2, numbers, run, tmp_path / "store", on_device=True):
         equal(found, alone(test_bits, numbers))
 
 

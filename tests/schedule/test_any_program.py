@@ -77,16 +77,15 @@ def test_every_schedule_of_ranks_that_share_a_program_is_safe_computes_its_step_
     def holds(case: AnyCase) -> None:
         place, stage = case.settings.place, case.settings.stage if copies == 1 else case.settings.stage or 3
         shared = replace(place, weights=below(place.weights), state=below(place.state))
-        part, asked = (
-            ranks.part(case.program) if stage else case.program,
-            replace(case.settings, place=shared, stage=stage),
-        )
-        seat = streaming_seat(size, stage, copies, hosts)
-        schedule = lower_step(case.family, part, asked, seat=seat)
-        world = seat.world(schedule)
-        check_world(world)
-        prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
-        simulate(world, Costs(name="uneven", seconds=uneven))
+        part = ranks.part(case.program) if stage else case.program
+        for secondary in (False, True) if stage == 3 and copies == 1 else (False,):
+            asked = replace(case.settings, place=shared, stage=stage, secondary=secondary)
+            seat = streaming_seat(size, stage, copies, hosts, secondary=secondary)
+            schedule = lower_step(case.family, part, asked, seat=seat)
+            world = seat.world(schedule)
+            check_world(world)
+            prove(schedule, Needs.of(part, asked, size, copies, seat.hosts.size))
+            simulate(world, Costs(name="uneven", seconds=uneven))
 
     proved(campaign, cases(), holds, few=10)
 

@@ -1,11 +1,14 @@
 """Collectives on two levels: what goes between hosts is an op of a lane of its own, and whatever mixes the levels up is
 refused."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from penstock.config import Family
 from penstock.errors import ScheduleError
 from penstock.schedule.check.worlds import check_world
 from penstock.schedule.ir.ops import Op, Schedule
@@ -22,6 +25,9 @@ PART = Mesh(data=RANKS).everyone().part(transformer(2, block=2))
 SETTINGS = all_on_disk(PART, chunk=4096, micro_batches=2)
 SEAT = streaming_seat(RANKS, hosts=HOSTS)
 WHOLE = lower_step("vertical", PART, SETTINGS, seat=SEAT)
+ONCE = streaming_seat(RANKS, hosts=HOSTS, secondary=True)
+LONGER = Mesh(data=RANKS).everyone().part(transformer(4, block=2))
+CROSSING_ONCE = lower_step("vertical", LONGER, all_on_disk(LONGER, chunk=4096, micro_batches=2), seat=ONCE)
 NEEDS = Needs.of(PART, SETTINGS, RANKS, hosts=HOSTS)
 
 
@@ -84,9 +90,35 @@ def test_the_levels_of_different_collectives_go_on_beside_each_other() -> None:
     assert simulate(SEAT.world(WHOLE), costs).time == pytest.approx(result.time)
 
 
-def edited(*edits: tuple[str, Callable[[Op], Op | None]]) -> Schedule:
+@pytest.mark.parametrize(("ranks", "crosses"), [(RANKS, "HW"), (HOSTS, "GW")], ids=["two of each", "one of each"])
+@pytest.mark.parametrize("family", ["vertical", "horizontal"])
+def test_with_a_secondary_partition_weights_cross_between_hosts_once_a_step(
+    family: Family, ranks: int, crosses: str
+) -> None:
+    """Whatever the number of visits: each later one finds on its host what had to cross for the first."""
+    part = Mesh(data=ranks).everyone().part(transformer(3, block=2))
+    asked = all_on_disk(part, chunk=4096, micro_batches=3)
+    needs = Needs.of(part, asked, ranks, hosts=HOSTS if crosses == "HW" else 1)
+    each_use, once = (
+        lower_step(family, part, asked, seat=streaming_seat(ranks, hosts=HOSTS, secondary=secondary))
+        for secondary in (False, True)
+    )
+    prove(once, needs)
+    times = Counter(op.id.group for op in of(crosses, each_use))
+    assert Counter(op.id.group for op in of(crosses, once)) == dict.fromkeys(range(len(part.groups)), 1)
+    kept, again = of("DP", once), of("UP", once)
+    assert sorted(op.id.group for op in kept) == [g for g, count in sorted(times.items()) if count > 1]
+    assert kept, "some come more than once"
+    assert len(again) == len(of(crosses, each_use)) - len(of(crosses, once))
+    whole = {g.index: ranks * g.numel * asked.form.weight_bytes for g in part.groups}
+    assert {op.nbytes for op in kept} == {whole[op.id.group] // (ranks // HOSTS) for op in again}
+    more = sum(pool.size * pool.count for pool in once.pools if pool.name.startswith("secondary"))
+    assert more == sum(op.nbytes for op in kept)
+
+
+def edited(*edits: tuple[str, Callable[[Op], Op | None]], whole: Schedule = WHOLE) -> Schedule:
     """The schedule with the first op of each kind changed, or left out: who came after it comes after what it did."""
-    ops, made = list(WHOLE.ops), dict(edits)
+    ops, made = list(whole.ops), dict(edits)
     for kind, edit in made.items():
         at = next(i for i, op in enumerate(ops) if op.id.kind == kind)
         old, new = ops[at], edit(ops[at])
@@ -98,7 +130,7 @@ def edited(*edits: tuple[str, Callable[[Op], Op | None]]) -> Schedule:
             ]
         else:
             ops[at] = new
-    return replace(WHOLE, ops=tuple(ops))
+    return replace(whole, ops=tuple(ops))
 
 
 def half(op: Op) -> Op:
@@ -119,6 +151,30 @@ def half(op: Op) -> Op:
 def test_what_is_not_done_on_both_levels_is_refused(schedule: Schedule, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         prove(schedule, NEEDS)
+
+
+def of_another(op: Op) -> Op:
+    """What another group has left."""
+    others = {name for down in of("DP", CROSSING_ONCE) for name in down.writes} - {*op.reads}
+    return replace(op, reads=(min(others),))
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("DP", half), "says that it moves"),
+        (("UP", half), "says that it moves"),
+        (("DP", lambda op: None), "gives back p3, which is not taken"),
+        (("DP", lambda op: replace(op, writes=())), "has 0 buffers for what has crossed"),
+        (("UP", of_another), "for the weights of its group, which it is not"),
+    ],
+    ids=["bytes of DP", "bytes of UP", "no DP", "nothing down", "UP of another group"],
+)
+def test_what_has_crossed_once_is_brought_again_as_it_was(edit: Any, said: str) -> None:
+    needs = Needs.of(LONGER, all_on_disk(LONGER, chunk=4096, micro_batches=2), RANKS, hosts=HOSTS)
+    prove(CROSSING_ONCE, needs)
+    with pytest.raises(ScheduleError, match=said):
+        prove(edited(edit, whole=CROSSING_ONCE), needs)
 
 
 def test_one_level_is_refused_where_there_are_two_and_the_other_way_round() -> None:

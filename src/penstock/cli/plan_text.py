@@ -52,6 +52,9 @@ _STAGES: dict[ZeroStage, str] = {
 }
 
 
+_CROSSING_ONCE = "that share its state (stage 3: they gather weights for each use, between hosts once a step)"
+
+
 def describe(report: PlanReport, *, wide: bool) -> str:
     """Several paragraphs of text. ``wide``: whether the terminal knows more than ASCII."""
     f = report.forecast
@@ -95,6 +98,8 @@ def _head(f: Forecast) -> Iterator[str]:
 
 
 def _ranks(task: Task, settings: Settings) -> str:
+    if settings.secondary:
+        return f"{task.ranks} ranks {_CROSSING_ONCE}"
     if task.copies == 1:
         return f"{task.ranks} ranks {_STAGES[settings.stage]}"
     return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {_STAGES[settings.stage]}"

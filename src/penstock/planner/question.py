@@ -78,8 +78,9 @@ class Question:
         request = self.request
         free = request.stage is None and request.ranks > 1
         each_use: ZeroStage | None = 3 if free else request.stage
-        once: list[tuple[ZeroStage | None, bool]] = [(each_use, True)] if request.may_cross_once else []
-        return [(each_use, False), *once, *([(2, False)] if free else [])]
+        chosen = request.may_cross_once and request.secondary is None
+        for_each_use = [(each_use, kept) for kept in ((False, True) if chosen else (bool(request.secondary),))]
+        return [*for_each_use, *([(2, False)] if free else [])]
 
     @property
     def possible_families(self) -> tuple[Family, ...]:

@@ -25,7 +25,7 @@ GROUPS: tuple[Group, ...] = (
     _group("forward", "F", "#56a5dc", "#56b4e9"),
     _group("recompute and backward", "B I W", "#14679f", "#2b86c6"),
     _group("last stage and loss", "E", "#0a3a5e", "#a9d7f5"),
-    _group("weights", "RW UW WW UN", "#e69f00", "#f0b429"),
+    _group("weights", "RW UW WW UN DP UP", "#e69f00", "#f0b429"),
     _group("gradients", "AD DG AG UG WG RG", "#cf4f13", "#ee7440"),
     _group("optimizer state and step", "RS WS OP OD CM RM WM MU UU NS DU", "#0c8f68", "#22b58a"),
     _group("saved activations", "DC WC RC UC", "#b8649a", "#d98cbb"),
