@@ -79,8 +79,8 @@ class Question:
         free = request.stage is None and request.ranks > 1
         each_use: ZeroStage | None = 3 if free else request.stage
         chosen = request.may_cross_once and request.secondary is None
-        for_each_use = [(each_use, kept) for kept in ((False, True) if chosen else (bool(request.secondary),))]
-        return [*for_each_use, *([(2, False)] if free else [])]
+        found = [(each_use, kept) for kept in ((False, True) if chosen else (bool(request.secondary),))]
+        return [*found, (2, False)] if free else found
 
     @property
     def possible_families(self) -> tuple[Family, ...]:

@@ -65,6 +65,8 @@ const SENTENCES = {
   AN: "all-reduce of the gradient norm",
   GC: "all-gather of the saved activation of {stage}",
   HW: "all-gather between hosts of {group}'s weights{for}",
+  DP: "weights of {group} that have crossed between hosts down to host memory",
+  UP: "weights of {group} that had crossed between hosts up to the device{for}",
   HU: "all-gather between hosts of {group}'s updates",
   HG: "reduce-scatter between hosts of {group}'s gradient",
   HR: "all-reduce between copies of {group}'s gradient",

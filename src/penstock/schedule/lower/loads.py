@@ -179,8 +179,8 @@ class Loads:
         return self.b.collective(first, seat.near, amount, op, after=after)
 
     def _take_in_turn(self, pool: str, ident: OpId) -> list[OpId]:
-        """What an op that takes from a pool of weights waits for, so that all that do have one order: the one before it,
-        if another lane's."""
+        """The op before this one that takes from a pool of weights, if another lane's: waited for, so that all that do
+        have one order."""
         before, self._takers[pool] = self._takers.get(pool), ident
         return [] if before is None or before.lane == ident.lane else [before]
 

@@ -36,7 +36,7 @@ class BetweenRules(Ground):
         """Down to host memory, of weights that are all there, what had to cross between hosts for that."""
         g, source = op.id.group, self._at(op, op.reads, "the group on the device")
         value = self._value(op, source, Weights)
-        if source.kind != "W" or value.group != g:
+        if op.reads[0].kind != "W" or value.group != g:
             raise refused(op, f"takes {source} for the weights of its group on the device, which it is not")
         self._moves(op, self._whole_weights(g) // self.needs.crossed)
         self._put(op, self._at(op, op.writes, "what has crossed"), Crossed(*value), "host", op.nbytes)

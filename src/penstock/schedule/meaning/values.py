@@ -57,8 +57,8 @@ class OfPlace(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """What of a group's weights had to cross between hosts, in host memory: for all ranks of a host together, all of
-    them. ``versions``: as of ``Weights``."""
+    """A group's weights in host memory, as far as they had to cross between hosts: all ranks of a host together have
+    all of them. ``versions``: as of ``Weights``."""
 
     group: int
     versions: dict[int, int]
