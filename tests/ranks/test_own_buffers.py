@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.config.step import SyncBuffers
-from penstock.errors import NonFiniteError
+from penstock.errors import ModelError, NonFiniteError
 from penstock.state.buffers import Buffers
 from penstock.state.reshard import reshard
 from penstock.state.slots import Slots
@@ -26,7 +26,7 @@ from tests.models import MicroBatch
 from tests.ranks.test_buffers import CASE as WITHOUT_FAULTS
 from tests.ranks.test_buffers import buffers_of
 from tests.ranks.test_copies import copies_of
-from tests.ranks.worlds import together
+from tests.ranks.worlds import World, together
 from tests.training import abandon, budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,3 +214,12 @@ def test_ranks_go_on_with_their_own_and_who_has_none_with_anothers(
         engine.load(tmp_path / "snapshot")
         assert equal(buffers_of(engine), mine[0])
     assert "each rank had buffers of its own" in caplog.text
+
+
+def synchronised(mesh: DeviceMesh) -> None:
+    wrap(CASE, budget(None), mesh=mesh, model=nn.SyncBatchNorm.convert_sync_batchnorm(CASE.model()))
+
+
+def test_a_batch_norm_that_waits_for_other_ranks_is_refused() -> None:
+    for found in World(2, synchronised).outcomes():
+        assert (found.kind, "norm is a SyncBatchNorm" in found.said) == (ModelError.__name__, True), found
