@@ -95,6 +95,7 @@ _KEPT = (
 )
 _LOGGED = "every step is written to metrics.jsonl in the run's folder"
 _STREAMED = "nothing is quantised; weights that do not fit are streamed within budget"
+_OWN_BATCH = "BatchNorm normalises with its own micro-batch's statistics; sync_buffers is about running ones"
 _WANDB = "report_to: wandb; the project is WANDB_PROJECT in the environment"
 
 ELSEWHERE: Mapping[str, Counterpart] = {
@@ -185,9 +186,10 @@ ELSEWHERE: Mapping[str, Counterpart] = {
         _is("budget", "stage", differs="budget says how much memory of each tier; stage is ZeRO's, of several ranks"),
     ),
     **_named(
-        "broadcast_buffers ddp_broadcast_buffers sync_bn sync_batchnorm",
-        _is("sync_buffers", differs="mean or first; statistics of a forward are its own micro-batch's in any case"),
+        "broadcast_buffers ddp_broadcast_buffers",
+        _is("sync_buffers", differs="true is first, false is own; there is mean, too"),
     ),
+    **_named("sync_bn sync_batchnorm", _is(differs=_OWN_BATCH)),
     **_named("gpu_memory_limit max_memory", _is("budget.device", "budget.host")),
     "torch_compile": _is("compile"),
     "pp": _is("pipeline"),

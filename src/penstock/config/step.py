@@ -32,8 +32,8 @@ SPLIT: Final[tuple[Family, ...]] = ("zero-bubble",)
 ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO: the tensors that several ranks have parts of."""
 
-SyncBuffers = Literal["mean", "first"]
-"""Whose values of the model's buffers all ranks go on with after a step."""
+SyncBuffers = Literal["mean", "first", "own"]
+"""Whose values of the model's buffers ranks go on with after a step."""
 
 STRANDS = 1024
 """The most strands that make sense: nobody has more ranks."""
@@ -63,10 +63,10 @@ class StreamConfig:
     state on its own drives and in its own memory; 1, 2: state, gradients, and weights between steps, which are gathered
     once a step and stay on the device; 3: weights too, which are gathered for each use. One process has all of
     everything. Changes no result; None: the plan chooses 2 or 3 |
-    | ``sync_buffers`` | what all ranks go on with where a forward changes buffers of the model, as BatchNorm does its
-    running statistics: after each step the ``mean`` of all ranks' values, or those of the ``first``, as
-    DistributedDataParallel's ``broadcast_buffers`` does; None: such a model is refused on several ranks. One process
-    has its own |
+    | ``sync_buffers`` | what ranks go on with where a forward changes buffers of the model, as BatchNorm does its
+    running statistics: after each step all with the ``mean`` of all ranks' values, or with those of the ``first``, as
+    DistributedDataParallel's ``broadcast_buffers`` does; or each with its ``own``, as without that. None: such a model
+    is refused on several ranks. One process has its own |
     | ``deal`` | number of blocks that each rank of a pipeline has, in the order of ranks, as ``penstock plan --hosts``
     finds it for hosts that differ. Kept in the store. Changes no result; None: that of the store, or as many on each,
     but fewer on the first, which has the ends |

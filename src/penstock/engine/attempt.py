@@ -130,10 +130,9 @@ class Attempt:
 
     def _sync_buffers(self) -> None:
         """Each rank has its own micro-batches, and changes buffers of the model in its own way: from here on all have
-        the same ones, as the settings say."""
-        resources = self.resources
-        ranks, buffers = resources.ranks, resources.buffers
-        if ranks.size == 1 or not buffers.tensors():
+        the same ones, or each its own, as the settings say."""
+        ranks, buffers, how = self.resources.ranks, self.resources.buffers, self.resources.settings.sync_buffers
+        if ranks.size == 1 or how == "own" or not buffers.tensors():
             return
         said = ranks.gather_objects("buffers that the forward has changed", buffers.changed(self.before.copies()))
         changed = sorted({name for names in said for name in names})
@@ -145,15 +144,15 @@ class Attempt:
                 f"{changed[0]!r}, and of a pipeline each rank would have its own. Let it be (module.eval()), or train "
                 "with ranks that share all state (without a pipeline)"
             )
-        elif resources.settings.sync_buffers is None:
+        elif how is None:
             refused = (
-                f"{changed[0]!r}, each rank in its own way. Say what all go on with, sync_buffers='mean' or 'first', "
-                "or let it be (module.eval())"
+                f"{changed[0]!r}, each rank in its own way. Say what ranks go on with, sync_buffers='mean' or 'first' "
+                "for all, or 'own' for each its own; or let it be (module.eval())"
             )
-        elif (differs := buffers.synchronise(changed, ranks, resources.settings.sync_buffers)) is not None:
+        elif (differs := buffers.synchronise(changed, ranks, how)) is not None:
             refused = (
                 f"{differs!r} to other whole numbers on each rank, of which there is no mean: sync_buffers='first' "
-                "takes the first rank's"
+                "takes the first rank's, and 'own' leaves each its own"
             )
         if refused is not None:
             raise ranks.of_all(ModelError(f"the forward changes {refused}"))

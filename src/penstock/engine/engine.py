@@ -352,7 +352,7 @@ class Engine:
     def values(self) -> Values:
         """Every parameter and persistent buffer, to be read piece by piece between steps, as they are then: each read
         is a call of its own. Several ranks read the same pieces in the same order, as each lends the others what it
-        has.
+        has. Buffers are this rank's.
 
         Raises:
             ConfigError: another rank makes another call, or reads something else.

@@ -34,7 +34,7 @@ from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
-from penstock.state.buffers import Buffers
+from penstock.state.buffers import FIRST_BUFFERS, Buffers
 from penstock.state.commits import Commits
 from penstock.state.shared import SharedArrays
 from penstock.state.values import Arrays, Values
@@ -234,7 +234,7 @@ def open_resources(
             ranks.sharing.agree("values of the model, before its first step", values)
             ranks.agree("buffers of the model, before its first step", buffers.digest())
         else:
-            _resume(groups, buffers, commits, progress, budget.disk_paths[0])
+            _resume(groups, buffers, commits, progress, budget.disk_paths[0], apart=settings.sync_buffers == "own")
         tape = Tape(
             model,
             found,
@@ -277,13 +277,18 @@ def open_resources(
         return resources
 
 
-def _resume(groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path) -> None:
-    """Go on from the commit that was found."""
+def _resume(
+    groups: Sequence[ParamGroup], buffers: Buffers, commits: Commits, progress: Progress, path: Path, *, apart: bool
+) -> None:
+    """Go on from the commit that was found. ``apart``: each rank has buffers of its own; else all had the same ones, or
+    had their own so far."""
     assert commits.resumed is not None
     progress.check(commits.resumed, f"the last commit in {path}")
     for group in groups:
         group.detach(commits.arrays.dtype, commits.arrays.device)
     buffers.read(commits.slots.read)
+    if not apart and buffers.take_first(commits.ranks) and commits.ranks.rank == 0:
+        log.warning("%s: %s", path, FIRST_BUFFERS)
     progress.adopt(commits.resumed)
     log.warning("continuing the store in %s from step %d", path, progress.step)
 

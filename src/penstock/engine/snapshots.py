@@ -21,6 +21,7 @@ class Snapshots:
         self._resources = resources
         self._durability = durability
         self._ranks = resources.ranks
+        self._apart = resources.settings.sync_buffers == "own"
 
     def agree(self, call: str, path: str | Path, **settings: Any) -> None:
         """All ranks make the same ``call`` after the same step."""
@@ -37,9 +38,11 @@ class Snapshots:
         """
         meta = {"model": self._resources.description, **self._resources.progress.record()}
         arrays, buffers = self._resources.arrays, self._resources.buffers
-        share = self._resources.share
+        share, apart = self._resources.share, self._apart
         with holding(False):
-            snapshots.save(path, arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=share)
+            snapshots.save(
+                path, arrays, buffers, meta, overwrite=overwrite, ranks=self._ranks, share=share, apart=apart
+            )
 
     def load(self, path: Path, runner: Runner | None) -> None:
         """Take over a snapshot, and commit it. ``runner``: that is there, if one is.
@@ -47,7 +50,8 @@ class Snapshots:
         Raises:
             StoreError, ConfigError: as of ``Engine.load``.
         """
-        opened = snapshots.opened(path, self._resources.description, self._ranks, self._resources.share)
+        description, share = self._resources.description, self._resources.share
+        opened = snapshots.opened(path, description, self._ranks, share, apart=self._apart)
         with holding(False), opened as snapshot:
             self._ranks.jointly("account of the snapshot", partial(self._check_account, snapshot.meta, str(path)))
             actions: Actions = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from penstock.config import Budget, Precision
@@ -23,7 +24,7 @@ from penstock.engine.profile import profile_of, with_link
 from penstock.engine.resources import open_resources
 from penstock.engine.start import WeightSource
 from penstock.engine.turns import alone
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
@@ -84,6 +85,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                 refuse_left_over(model)
                 check_room(device, budget, model)
                 _check_statistics(model, device, precision)
+                _check_synchronised(model)
                 if asked.precision is None and ranks.rank == 0:
                     say_what_is_left(model, precision)
                 check_deal(asked.deal, dealt=ranks.are_pipeline)
@@ -141,6 +143,19 @@ def _check_statistics(model: nn.Module, device: torch.device, precision: Precisi
                 f"only with weights in the dtype of its running statistics, {str(kept).removeprefix('torch.')}: "
                 + ("" if kept is torch.float32 else "call model.float() and ")
                 + "give precision='fp32'"
+            )
+
+
+def _check_synchronised(model: nn.Module) -> None:
+    """Refuse batch norms that wait for other processes within a forward: nothing sees to it that all ranks run a block
+    equally often."""
+    for name, module in model.named_modules() if dist.is_available() and dist.is_initialized() else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ModelError(
+                f"{name or 'the model'} is a SyncBatchNorm, which waits for the other processes whenever it runs, and "
+                "here blocks run again (in probes, for a backward), not equally often on each rank: give the model "
+                "BatchNorm (without convert_sync_batchnorm), which normalises each micro-batch by itself; sync_buffers "
+                "says what becomes of its running statistics"
             )
 
 

@@ -88,7 +88,8 @@ REFUSED: Mapping[str, str] = {
     "deepspeed": "the engine does what it would do: give the budget instead",
     "ddp_find_unused_parameters": _NO_DDP,
     "ddp_bucket_cap_mb": _NO_DDP,
-    "ddp_broadcast_buffers": f"{_NO_DDP}. EngineArguments(sync_buffers='first') gives all ranks the first's",
+    "ddp_broadcast_buffers": f"{_NO_DDP}. EngineArguments(sync_buffers='first') gives all ranks the first's, and "
+    "'own' leaves each its own",
     "ddp_static_graph": _NO_DDP,
     "ddp_backend": "processes speak to each other by gloo without GPUs, and by NCCL with",
     "local_rank": "whoever has started the process says that",

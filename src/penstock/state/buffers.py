@@ -7,7 +7,7 @@ none of it.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.compat.modules import buffers_of, persistent_buffers
-from penstock.config.step import SyncBuffers
 from penstock.ranks.group import Ranks
-from penstock.schedule.place import page_up
 from penstock.state.memory import HostSlab
 
 Transfer = Callable[[str, int, NDArray[np.uint8]], None]
 """(name, byte offset, whole pages): how a store and a snapshot read and write."""
+
+FIRST_BUFFERS = "each rank had buffers of its own (sync_buffers='own'), and all go on with those of the first"
+"""For who does not keep them apart, or on as many ranks."""
 
 
 class Buffers:
@@ -42,10 +43,6 @@ class Buffers:
     def tensors(self) -> dict[str, torch.Tensor]:
         found = {name: buffers_of(module)[key] for name, (module, key) in self._places.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def sizes(self) -> list[tuple[str, int]]:
-        """(name, bytes in whole pages) of each."""
-        return [(name, page_up(t.numel() * self._dtype(name, t).itemsize)) for name, t in self.tensors().items()]
 
     def describe(self) -> list[list[Any]]:
         return [[name, list(t.shape), str(self._dtype(name, t))] for name, t in self.tensors().items()]
@@ -68,39 +65,48 @@ class Buffers:
             if not torch.equal(_bits(now), _bits(before[self._places[name]]))
         ]
 
-    def synchronise(self, names: Collection[str], ranks: Ranks, how: SyncBuffers) -> str | None:
+    def of_all(self, ranks: Ranks, names: Collection[str] | None = None) -> dict[str, list[torch.Tensor]]:
+        """By name, the values of some buffers on all ranks, by rank. ``names``: the same on each; None: of all."""
+        tensors = {name: tensor for name, tensor in self.tensors().items() if names is None or name in names}
+        if not tensors:
+            return {}
+        own = torch.cat([_bits(tensor) for tensor in tensors.values()])
+        found = own.new_empty(ranks.size, own.numel())
+        ranks.gather(found.view(-1), own)
+        columns = torch.split(found, [tensor.numel() * tensor.itemsize for tensor in tensors.values()], dim=1)
+        return {
+            name: [row.clone().view(tensor.dtype).view(tensor.shape) for row in column]
+            for (name, tensor), column in zip(tensors.items(), columns, strict=True)
+        }
+
+    def synchronise(self, names: Collection[str], ranks: Ranks, how: Literal["mean", "first"]) -> str | None:
         """Give all ranks the same values of some buffers, whose ``names`` all of them say: the mean of all, computed in
         fp64 in the order of the ranks and rounded once, or the first one's. Buffers of whole numbers have no mean: the
         name of the first one that is not the same on all, and nothing is changed then; None: it is done.
         """
-        tensors = {name: tensor for name, tensor in self.tensors().items() if name in names}
-        own = torch.cat([_bits(tensor) for tensor in tensors.values()])
-        found = own.new_empty(ranks.size, own.numel())
-        ranks.gather(found.view(-1), own)
-        agreed: dict[str, torch.Tensor] = {}
-        columns = torch.split(found, [tensor.numel() * tensor.itemsize for tensor in tensors.values()], dim=1)
-        for (name, tensor), column in zip(tensors.items(), columns, strict=True):
-            rows = [row.clone().view(tensor.dtype) for row in column]
+        tensors, agreed = self.tensors(), dict[str, torch.Tensor]()
+        for name, values in self.of_all(ranks, names).items():
+            first = values[0]
             if how == "first":
-                value = rows[0]
-            elif tensor.is_floating_point() or tensor.is_complex():
-                wide = torch.complex128 if tensor.is_complex() else torch.float64
-                value = reduce(torch.add, [row.to(wide) for row in rows]) / ranks.size
-            elif all(torch.equal(row, rows[0]) for row in rows):
-                value = rows[0]
+                agreed[name] = first
+            elif first.is_floating_point() or first.is_complex():
+                wide = torch.complex128 if first.is_complex() else torch.float64
+                agreed[name] = reduce(torch.add, [value.to(wide) for value in values]) / ranks.size
+            elif all(torch.equal(value, first) for value in values):
+                agreed[name] = first
             else:
                 return name
-            agreed[name] = value.view(tensor.shape)
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(agreed[name])
+            for name, value in agreed.items():
+                tensors[name].copy_(value)
         return None
 
-    def write(self, write: Transfer) -> None:
-        """Write all."""
-        for name, tensor in self.tensors().items():
-            with _page_copy(tensor) as pages:
-                write(name, 0, pages)
+    def take_first(self, ranks: Ranks) -> bool:
+        """Give all ranks the first one's values of all buffers; False: they have them."""
+        if len(set(ranks.gather_objects("buffers of the model", self.digest()))) == 1:
+            return False
+        self.synchronise(self.tensors(), ranks, "first")
+        return True
 
     def write_changed(self, write: Transfer, copies: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write those that have changed since this was last called; ``copies``: as they were when these were made."""
@@ -118,6 +124,13 @@ class Buffers:
                 with HostSlab(tensor.numel() * tensor.itemsize) as slab:
                     read(name, 0, slab.bytes.numpy())
                     tensor.copy_(_view(slab, tensor))
+
+
+def write_all(tensors: Mapping[str, torch.Tensor], write: Transfer) -> None:
+    """Write each tensor under its name."""
+    for name, tensor in tensors.items():
+        with _page_copy(tensor) as pages:
+            write(name, 0, pages)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ def reshard(
             for nbytes in _arrays(source, target, rank):
                 done += nbytes
                 show(done, total)
-            copy_buffers(source.arrays[0].slots, arrays.slots, store.model)
+            whose = rank if len(opened) == len(made) and not pipeline else 0  # where they differ, each keeps its own
+            copy_buffers(source.arrays[whose].slots, arrays.slots, store.model)
             commit_first(store, record, arrays.slots)
 
 
@@ -124,7 +125,7 @@ def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
 
 
 def copy_buffers(source: Slots, into: Slots, model: Mapping[str, Any]) -> None:
-    """Copy the model's buffers, which are the same on all ranks."""
+    """Copy the model's buffers."""
     for name, nbytes in buffers_of(model):
         with HostSlab(nbytes) as slab:
             pages = numpy_bytes(slab.bytes[:nbytes])

@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,11 @@ from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import page_up
 from penstock.state.arrays import StateArrays
-from penstock.state.buffers import Buffers
+from penstock.state.buffers import FIRST_BUFFERS, Buffers, Transfer, write_all
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
 from penstock.state.layout import parts_of
 from penstock.state.memory import numpy_bytes
-from penstock.state.parts import form_of, found_in, groups_of
+from penstock.state.parts import buffers_of, form_of, found_in, groups_of
 from penstock.state.record import check_kept
 from penstock.state.reshard import described
 from penstock.state.splits import as_known, require_splits
@@ -38,6 +39,16 @@ from penstock.store.snapshot_place import SnapshotPlace
 
 log = logging.getLogger("penstock")
 
+_APART = "buffers_of"
+"""The key, in a snapshot's account of itself, of the number of ranks that each have buffers of their own in it; where
+it is not there, all have the same."""
+
+
+def _own(name: str, rank: int, parts: int) -> str:
+    """The name, in a snapshot of so many parts, of a rank's own buffer. Where there are several copies of the state,
+    a part is written by a rank of the first, and has the buffers of all ranks with the same part."""
+    return name if rank < parts else f"rank-{rank}.{name}"
+
 
 def save(
     path: Path,
@@ -48,9 +59,11 @@ def save(
     overwrite: bool,
     ranks: Ranks = ALONE,
     share: Share = WHOLE,
+    apart: bool = False,
 ) -> None:
     """Write a snapshot; it appears under ``path`` whole or not at all. Needs 8 MiB of memory on each rank. Where each
-    of the ``ranks`` has all of the state as its ``share``, the first writes it.
+    of the ``ranks`` has all of the state as its ``share``, the first writes it. ``apart``: each has buffers of its own;
+    where there are several copies of the state, those of all are in memory at once.
 
     What is on disk is shared with the store's file where the file system can (reflink), and copied elsewhere. The
     snapshot's content is the same.
@@ -59,7 +72,11 @@ def save(
         StoreError: the path exists and may not be overwritten, or the disk is full or fails; of several ranks on all,
             and what was there before still is.
     """
-    entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()] + buffers.sizes()
+    apart = apart and ranks.size > 1 and bool(buffers.tensors())
+    parts = share.size if share.holders is None else ranks.size
+    of_part = {**buffers.tensors(), **(_of_copies(buffers, ranks, share.rank, parts) if apart else {})}
+    entries = [(name, page_up(part.nbytes)) for name, part in arrays.parts.items()]
+    entries += [(name, page_up(tensor.nbytes)) for name, tensor in of_part.items()]
     grids = {name: part.grid for name, part in arrays.parts.items()}
 
     model = {key: value for key, value in meta["model"].items() if key not in OF_RANK}
@@ -67,18 +84,17 @@ def save(
         model |= of_rank(ranks.rank, ranks.size, whole=False, holders=share.holders, stages=ranks.stages)
     elif share.size > 1:  # of several copies of the state, the first
         model |= of_rank(share.rank, share.size, whole=False)
-    account = {**meta, "model": model}
+    account = {**meta, "model": model} | ({_APART: ranks.size} if apart else {})
 
     def write() -> None:
         with SnapshotWriter(path, entries, account, overwrite=overwrite, grids=grids) as writer:
-            _fill(writer, arrays, buffers)
+            _fill(writer, arrays, of_part)
             writer.finish()
 
     if share.is_whole:
         ranks.jointly("snapshot", write if ranks.rank == 0 else lambda: None)
         return
     layout = layout_of(entries, grids)
-    parts = share.size if share.holders is None else ranks.size
     with ExitStack() as undo:
         size = sum(ranks.gather_objects("size of the snapshot", size_of(layout))) // ranks.copies
         place = ranks.jointly("place of the snapshot", lambda: _place(path, size, undo, ranks, overwrite=overwrite))
@@ -87,11 +103,10 @@ def save(
         assert found is not None, "the first rank has made one"
         folder, name = found
         own = part_folder(folder, share.rank)
-        of_part = {**account, PART_OF: name}
 
         def write_part() -> None:
             if ranks.rank < parts:
-                _write_part(own, layout, of_part, arrays, buffers)
+                _write_part(own, layout, {**account, PART_OF: name}, arrays, of_part)
 
         ranks.jointly("part of the snapshot", write_part)
         ranks.jointly("snapshot", lambda: None if place is None else _put(place, name, parts))
@@ -112,7 +127,17 @@ def _put(place: SnapshotPlace, name: str, ranks: int) -> None:
     place.finish()
 
 
-def _write_part(folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: StateArrays, buffers: Buffers) -> None:
+def _of_copies(buffers: Buffers, ranks: Ranks, rank: int, parts: int) -> dict[str, torch.Tensor]:
+    """The buffers of the ranks of further copies of the state that have the same part as ``rank``, of the first. All
+    ranks come here."""
+    others = range(rank + parts, ranks.size, parts)
+    found = buffers.of_all(ranks) if ranks.size > parts else {}
+    return {_own(name, other, parts): values[other] for other in others for name, values in found.items()}
+
+
+def _write_part(
+    folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: StateArrays, buffers: Mapping[str, torch.Tensor]
+) -> None:
     with refused(f"{folder} cannot be created", "check the drive"):
         folder.mkdir(mode=0o700)
     with PartWriter(folder, layout, meta) as writer:
@@ -120,14 +145,14 @@ def _write_part(folder: Path, layout: Layout, meta: Mapping[str, Any], arrays: S
         writer.seal()
 
 
-def _fill(writer: PartWriter, arrays: StateArrays, buffers: Buffers) -> None:
+def _fill(writer: PartWriter, arrays: StateArrays, buffers: Mapping[str, torch.Tensor]) -> None:
     with arrays.bounce() as bounce:
         for name in arrays.parts:
             if not _adopted(writer, name, arrays):
                 for start, piece in arrays.pieces(name, bounce):
                     arrays.read(name, start, piece)
                     writer.write(name, start * piece.itemsize, numpy_bytes(piece))
-        buffers.write(writer.write)
+        write_all(buffers, writer.write)
 
 
 def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
@@ -137,31 +162,77 @@ def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
     return writer.adopt(name, arrays.store.lend(name, arrays.slots.current(name)))
 
 
-class Saved(Protocol):
-    """The part of a snapshot that one rank takes over. ``meta``: how far the run had got."""
+class SavedArrays(Protocol):
+    """The arrays that one rank takes over from a snapshot. ``meta``: how far the run had got."""
 
     @property
     def meta(self) -> Mapping[str, Any]: ...
 
-    def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
-        """As ``SnapshotReader.read``, of this rank's part."""
+    def fill(self, arrays: StateArrays) -> None:
+        """Overwrite all arrays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """All that one rank takes over from a snapshot."""
+
+    arrays: SavedArrays
+    read_buffer: Transfer
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The record of how far the run had got."""
+        return self.arrays.meta
 
 
 @contextmanager
-def opened(path: Path, description: Mapping[str, Any], ranks: Ranks = ALONE, share: Share = WHOLE) -> Iterator[Saved]:
+def opened(
+    path: Path,
+    description: Mapping[str, Any],
+    ranks: Ranks = ALONE,
+    share: Share = WHOLE,
+    *,
+    apart: bool = False,
+) -> Iterator[Saved]:
     """This rank's ``share`` of a snapshot that is whole, and made for what ``description`` describes. It may be of
-    another number of ranks: what is trained is cut anew for these. Moments in another form are converted.
+    another number of ranks: what is trained is cut anew for these. Moments in another form are converted. ``apart``:
+    each rank is to have buffers of its own: those that it had, where as many ranks have saved theirs. Else all have the
+    first rank's.
 
     Raises:
         StoreError: it is missing, damaged, or made for another model, precision, optimizer or number of strands; of
             several ranks on all.
     """
     with ExitStack() as stack:
-        yield ranks.jointly("snapshot to load", lambda: _opened(path, description, ranks, share, stack))
+
+        def saved() -> Saved:
+            parts = SnapshotParts.of(path)
+            arrays = _opened(parts, description, ranks, share, stack)
+            had = arrays.meta.get(_APART, 1)
+            keep = apart and had == ranks.size
+            if had != 1 and not keep and ranks.rank == 0:
+                log.warning("%s: %s", path, FIRST_BUFFERS)
+            return Saved(arrays=arrays, read_buffer=_buffers_of(ranks.rank if keep else 0, parts, stack))
+
+        yield ranks.jointly("snapshot to load", saved)
 
 
-def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Share, stack: ExitStack) -> Saved:
-    parts = SnapshotParts.of(path)
+def _buffers_of(rank: int, parts: SnapshotParts, stack: ExitStack) -> Transfer:
+    """The function that reads the buffers of a rank."""
+    reader = stack.enter_context(parts.open(rank % parts.ranks))
+    for name, _ in buffers_of(reader.meta["model"]) if rank >= parts.ranks else ():
+        reader.layout[_own(name, rank, parts.ranks)]  # now: what lacks one is refused before anything changes
+
+    def read(name: str, offset: int, buffer: NDArray[uint8]) -> None:
+        reader.read(_own(name, rank, parts.ranks), offset, buffer)
+
+    return read
+
+
+def _opened(
+    parts: SnapshotParts, description: Mapping[str, Any], ranks: Ranks, share: Share, stack: ExitStack
+) -> SavedArrays:
+    path = parts.path
     if parts.ranks == (share.size if share.holders is None else ranks.size):
         own = stack.enter_context(parts.open(share.rank))
         check_kept(own.meta, str(path))
@@ -169,7 +240,7 @@ def _opened(path: Path, description: Mapping[str, Any], ranks: Ranks, share: Sha
         if as_here and not has_other_form(own.meta["model"], description, str(path)):
             require_like(own.meta["model"], description, path, ranks.sharing.size)
             own.verify()
-            return own
+            return _AsHere(own)
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
     check_kept(readers[0].meta, str(path))
     model = readers[0].meta["model"]
@@ -216,13 +287,23 @@ def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path:
         )
 
 
+class _AsHere:
+    """This rank's part of a snapshot."""
+
+    def __init__(self, reader: SnapshotReader) -> None:
+        self.meta = reader.meta
+        self._reader = reader
+
+    def fill(self, arrays: StateArrays) -> None:
+        _copy(self._reader.read, arrays)
+
+
 class _CutAnew:
     """A snapshot of another number of ranks, as one of these has it."""
 
     def __init__(self, readers: Sequence[SnapshotReader], share: Share) -> None:
         """``readers``: of its parts, by rank. ``share``: what is to be read."""
         self.meta = readers[0].meta
-        self._read_buffer = readers[0].read
         self._rank = share.number
         model = self.meta["model"]
         form, dtype = form_of(model), DTYPES[model["precision"]]
@@ -231,11 +312,11 @@ class _CutAnew:
         self._parts = {part.name: part for group in self._own for part in parts_of(group, form, dtype)}
         self._saved = SnapshotArrays(readers, model)
 
-    def read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
-        part = self._parts.get(name)
-        if part is None:  # a buffer, which is the same on all
-            self._read_buffer(name, offset, buffer)
-            return
+    def fill(self, arrays: StateArrays) -> None:
+        _copy(self._read, arrays)
+
+    def _read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
+        part = self._parts[name]
         size, group, per = part.dtype.itemsize, self._groups[part.group], part.per
         found = found_in(group, self._own[part.group], part, self._rank, offset // size, buffer.size // size)
         buffer[found.numel // per * size :] = 0
@@ -250,14 +331,11 @@ class _Converted:
     ) -> None:
         """``readers``: of its parts, by rank. ``share``: what is to be read. ``meta``: of what ``description`` says."""
         self.meta = meta
-        self.read = readers[0].read
-        """reads buffers, which are the same on all"""
         self._share = share
         had = readers[0].meta["model"]
         self._conversion = Conversion(SnapshotArrays(readers, had), had, description)
 
     def fill(self, arrays: StateArrays) -> None:
-        """Overwrite all arrays."""
         self._conversion.fill(arrays, self._share)
 
 
@@ -267,20 +345,17 @@ def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
     Raises:
         StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
     """
-    if isinstance(snapshot, _Converted):
-        snapshot.fill(arrays)
-    else:
-        _copy(snapshot, arrays)
-    buffers.read(snapshot.read)
+    snapshot.arrays.fill(arrays)
+    buffers.read(snapshot.read_buffer)
     arrays.renew_copies()
 
 
-def _copy(snapshot: Saved, arrays: StateArrays) -> None:
+def _copy(read: Transfer, arrays: StateArrays) -> None:
     with arrays.bounce() as bounce:
         for name in arrays.parts:
             arrays.begin(name)
             for start, piece in arrays.pieces(name, bounce):
-                snapshot.read(name, start * piece.itemsize, numpy_bytes(piece))
+                read(name, start * piece.itemsize, numpy_bytes(piece))
                 arrays.write(name, start, piece)
             if arrays.tier_of(name) == "disk":
                 arrays.flip(name)

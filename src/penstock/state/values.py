@@ -121,7 +121,7 @@ def kept(snapshot: Path) -> Iterator[Committed]:
 
 
 def _committed(step: int, model: Mapping[str, Any], arrays: Arrays, read: Transfer) -> Committed:
-    """``read``: the first rank's: buffers are the same on all."""
+    """``read``: the first rank's: buffers are the same on all, or its own are taken."""
     buffers = {name: _buffer(read, name, shape, dtype) for name, shape, dtype in model["buffers"]}
     return Committed(step=step, precision=model["precision"], values=Values(arrays, model, buffers))
 
