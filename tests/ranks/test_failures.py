@@ -255,6 +255,7 @@ def test_another_model_learning_rate_or_call_on_one_rank_is_said_on_all() -> Non
         for (kind, said), wanted in zip(found, UNLIKE.values(), strict=True):
             assert kind == "ConfigError", said
             assert f"all ranks need the same {wanted}" in said
+            assert ("torch.manual_seed(0), on each" in said) == wanted.startswith("values of the model")
 
 
 def unlike_once(mesh: DeviceMesh) -> int:

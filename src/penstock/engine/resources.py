@@ -49,6 +49,8 @@ from penstock.tape.weight_views import aliases_of
 
 log = logging.getLogger("penstock")
 
+_ALIKE = "call torch.manual_seed(0), on each the same number, right before the model is made, or load the same weights on each"
+
 Run = tuple[int, int, int]
 """(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
 
@@ -231,8 +233,8 @@ def open_resources(
                 share=share,
                 digest=ranks.sharing.size > 1,
             )
-            ranks.sharing.agree("values of the model, before its first step", values)
-            ranks.agree("buffers of the model, before its first step", buffers.digest())
+            ranks.sharing.agree("values of the model, before its first step", values, how=_ALIKE)
+            ranks.agree("buffers of the model, before its first step", buffers.digest(), how=_ALIKE)
         else:
             _resume(groups, buffers, commits, progress, budget.disk_paths[0], apart=settings.sync_buffers == "own")
         tape = Tape(

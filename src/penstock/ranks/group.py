@@ -270,13 +270,13 @@ class Ranks:
                 self.fail(error)
             raise
 
-    def agree(self, what: str, value: Any) -> None:
-        """Check that all ranks have the same.
+    def agree(self, what: str, value: Any, *, how: str = "") -> None:
+        """Check that all ranks have the same. ``how``: what makes it so, for those that have not.
 
         Raises:
             ConfigError: they have not, on each of them, in the same words; they can go on together.
         """
-        self._compare(what, self.gather_objects(what, value))
+        self._compare(what, self.gather_objects(what, value), how)
 
     def agree_on_each(self, settings: Mapping[str, Any]) -> None:
         """Check that all ranks have the same of each of some settings. ConfigError names the first that differs."""
@@ -284,10 +284,11 @@ class Ranks:
         for what in settings:
             self._compare(what, [theirs[what] for theirs in found])
 
-    def _compare(self, what: str, found: Sequence[Any]) -> None:
+    def _compare(self, what: str, found: Sequence[Any], how: str = "") -> None:
         if any(other != found[0] for other in found):
             said = "; ".join(f"rank {self.number_of(rank)}: {other}" for rank, other in enumerate(found))
-            raise self.of_all(ConfigError(f"all ranks need the same {what}, and theirs differ ({said})"))
+            then = f": {how}" if how else ""
+            raise self.of_all(ConfigError(f"all ranks need the same {what}, and theirs differ ({said}){then}"))
 
     def number_of(self, rank: int) -> int:
         """The number among all of one of these ranks."""
