@@ -49,7 +49,7 @@ from penstock.tape.weight_views import aliases_of
 
 log = logging.getLogger("penstock")
 
-_ALIKE = "call torch.manual_seed(0), on each the same number, right before the model is made, or load the same weights on each"
+_ALIKE = "call torch.manual_seed(0), on each the same number, before the model is made, or load the same weights"
 
 Run = tuple[int, int, int]
 """(first element, end, index of hyper-parameters): a range of a group's buffer that one torch param group rules."""
