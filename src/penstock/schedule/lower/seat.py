@@ -235,8 +235,8 @@ def streaming_seat(
     place: int = 0,
 ) -> Seat:
     """The seat of each of so many ranks that stream what they have of a program, in a stage of ZeRO, on so many
-    ``hosts`` if they share one copy of it, with a ``secondary`` partition on each or without; or of each of as many for each of several ``copies`` of the state; or of as
-    many that have one ``place`` in pipelines of ``pipe`` ranks."""
+    ``hosts`` if they share one copy of it, with a ``secondary`` partition on each or without; or of each of as many for
+    each of several ``copies`` of the state; or of as many that have one ``place`` in pipelines of ``pipe`` ranks."""
     pipeline = ALONE if pipe == 1 else Mesh(stages=pipe).everyone()
     if ranks == 1:
         return ONE_RANK if pipe == 1 else Seat(pipe=pipeline)

@@ -8,8 +8,8 @@ from penstock.schedule.program import ALIGN
 
 
 class BetweenRules(Ground):
-    """Rules of GW, HW, DP, UP, UG, SG, HG, AR, HR and AN. All ranks do the same: what is true of this one's part is true of the
-    whole."""
+    """Rules of GW, HW, DP, UP, UG, SG, HG, AR, HR and AN. All ranks do the same: what is true of this one's part is
+    true of the whole."""
 
     def _gather(self, op: Op) -> None:
         """All of a group's weights from all ranks' parts; on two levels, from those of each rank of this host, which
