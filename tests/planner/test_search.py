@@ -838,3 +838,17 @@ def test_a_refusal_calls_the_smallest_only_what_is_it() -> None:
         best(replace(asked, request=replace(asked.request, budget=enough)))
         with nullcontext() if tier == "host" else pytest.raises(BudgetError):
             best(replace(asked, request=replace(asked.request, budget=less)))
+
+
+@pytest.mark.usefixtures("one_simulation")
+def test_a_refusal_asks_for_no_more_host_memory_than_the_request_that_takes_least() -> None:
+    """Weights that cross between hosts once are kept there, and need not be."""
+    linked = replace(MACHINE, network=(link := Network(bandwidth=1e9, latency=1e-3)), across=link)
+    asked = question(transformer(6, block=20), form=ADAM16, wait=True, device=24 * MIB, host=1024, machine=linked)
+    request = replace(asked.request, ranks=4, hosts=2, stage=3)
+    said = []
+    for secondary in (None, False, True):
+        with pytest.raises(BudgetError, match=r"enough is") as refused:
+            best(replace(asked, request=replace(request, secondary=secondary)))
+        said.append(str(refused.value))
+    assert said[0] == said[1] != said[2]

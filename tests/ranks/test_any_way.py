@@ -1,9 +1,10 @@
 """Ranks do what one process does, whatever is asked of them at once: drawn at random, as nobody would think of it.
 
 A case has a model, parts of which may be frozen, and settings that decide the numbers; ``Way`` is how several ranks get
-there, which must not: schedule, stage, tiers, chunks, and what happens between the steps.
+there, which must not: schedule, stage, tiers, chunks, hosts, and what happens between the steps.
 """
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -58,8 +59,10 @@ class Way:
     budget: dict[str, Any]
     disk: bool
     chunk: int
+    hosts: int = 1
     between: dict[int, str] = field(default_factory=dict)
-    """step after which something happens -> what: evaluate, save and load, or close and go on"""
+    """step after which something happens -> what: evaluate, save and load, close and go on, or let weights cross
+    between hosts once a step, or for each use, where it was the other"""
 
 
 def numbers_of(rng: Random) -> Numbers:
@@ -103,13 +106,16 @@ def way_of(rng: Random, numbers: Numbers) -> Way:
     if disk and rng.random() < 0.3:
         places["activations"] = "disk"
     compact = numbers.settings["optimizer"].moments != "fp32"
-    between = {step: rng.choice(("evaluate", "snapshot", *["again"] * disk)) for step in range(1, STEPS)}
+    hosts = rng.choice([n for n in (1, 2, 2, 4) if n <= size])
+    happens = ("evaluate", "snapshot", *["again"] * disk, *["crossing"] * (2 * (hosts > 1)))
+    between = {step: rng.choice(happens) for step in range(1, STEPS)}
     return Way(
         size=size,
         settings=settings,
         budget=places,
         disk=disk,
         chunk=rng.choice((1 << 16, 1 << 18) if compact else (4096, 1 << 14, 1 << 18)),
+        hosts=hosts,
         between={step: what for step, what in between.items() if rng.random() < 0.5},
     )
 
@@ -119,6 +125,8 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, way: Way, folder: Path) -
     share, case = len(LENGTHS) // size, MODELS[numbers.model]
     steps = [step[rank * share : (rank + 1) * share] for step in steps_of(case, STEPS, lengths=LENGTHS)]
     where = budget(folder / "store" if way.disk else None, **way.budget)
+    if mesh is not None:
+        os.environ["GROUP_RANK"] = str(rank * way.hosts // size)  # as torchrun on several hosts says it
 
     def opened() -> penstock.Engine:
         given = numbers.settings | way.settings | {"strands": numbers.strands}
@@ -144,6 +152,9 @@ def trained(mesh: DeviceMesh | None, numbers: Numbers, way: Way, folder: Path) -
                         engine.close()
                         engine = opened()
                         assert engine.step_count == number
+                    case "crossing" if engine.inside.planning.request.may_cross_once:
+                        settings = engine.plan.settings
+                        engine.inside.planning.change(replace(settings, secondary=not settings.secondary))
             return found | {"parameters": dict(engine.master_parameters()), "moments": whole_state(engine)}
         finally:
             engine.close()

@@ -16,6 +16,7 @@ from penstock.schedule.lower.seat import Seat, streaming_seat
 from penstock.schedule.lower.visits import lower_step
 from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.mesh import Mesh
+from penstock.schedule.place import Depths
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import all_on_disk, transformer
@@ -114,6 +115,29 @@ def test_with_a_secondary_partition_weights_cross_between_hosts_once_a_step(
     assert {op.nbytes for op in kept} == {whole[op.id.group] // (ranks // HOSTS) for op in again}
     more = sum(pool.size * pool.count for pool in once.pools if pool.name.startswith("secondary"))
     assert more == sum(op.nbytes for op in kept)
+
+
+def test_what_has_crossed_goes_down_behind_the_saved_activations_of_visits_before() -> None:
+    """Of those that have left when its own begins; these would else wait for weights to cross that nobody needs yet. A
+    visit of one micro-batch would itself wait for them."""
+    for micro_batches, behind in ((1, False), (2, True)):
+        asked = all_on_disk(LONGER, chunk=4096, micro_batches=micro_batches)
+        down = [op.id for op in lower_step("vertical", LONGER, asked, seat=ONCE).lanes["d2h"]]
+        crossed = [i for i, ident in enumerate(down) if ident.kind == "DP"]
+        before = {i: [j for j, ident in enumerate(down) if ident.kind == "DC" and j > i] for i in crossed}
+        stages = {i: visit.stage for i in crossed if (visit := down[i].visit) is not None}
+        assert all(stages[i] - 1 <= down[j].stage for i in crossed for j in before[i]) == behind
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_what_comes_twice_before_its_first_visit_is_down_before_it_comes_again(depth: int) -> None:
+    part = Mesh(data=RANKS).everyone().part(transformer(3, block=2, reader=True))
+    asked = all_on_disk(part, chunk=4096, micro_batches=2, depths=Depths(weights=depth))
+    schedule = lower_step("vertical", part, asked, seat=ONCE)
+    check_world(ONCE.world(schedule))
+    prove(schedule, Needs.of(part, asked, RANKS, hosts=HOSTS))
+    emitted = {op.id: i for i, op in enumerate(schedule.ops)}
+    assert all(emitted[other] < emitted[op.id] for op in of("UP", schedule) for other in op.after)
 
 
 def edited(*edits: tuple[str, Callable[[Op], Op | None]], whole: Schedule = WHOLE) -> Schedule:

@@ -30,8 +30,8 @@ DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
 
-class DeviceSizeError(BudgetError):
-    """The device has too little room for a step, whatever the other tiers have."""
+class _SizeError(BudgetError):
+    """A tier has too little room for a step."""
 
     @property
     def least(self) -> int:
@@ -40,6 +40,14 @@ class DeviceSizeError(BudgetError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class DeviceSizeError(_SizeError):
+    """The device has too little room for a step, whatever the other tiers have."""
+
+
+class HostSizeError(_SizeError):
+    """Host memory has too little room for a step that the device has room for."""
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:
@@ -227,9 +235,10 @@ def _fit_host(request: Request, settings: Settings, least: str) -> Settings:
     if request.is_of_several:
         said = f"{format_size(request.budget.host_bytes)} for each rank"
         each, shared = " for each", ", which the ranks of a host share"
-    raise BudgetError(
+    raise HostSizeError(
         f"budget.host={said} is too small for this model: {least} is {format_size(min(needs))} "
-        f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}"
+        f"({min(needs)} bytes){each}. Raise budget.host{shared}{advice}",
+        min(needs),
     )
 
 

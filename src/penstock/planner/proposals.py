@@ -9,7 +9,15 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import DEVICE_DEPTHS, DeviceSizeError, base_placement, fitted, settings_of, with_keep
+from penstock.planner.fit import (
+    DEVICE_DEPTHS,
+    DeviceSizeError,
+    HostSizeError,
+    base_placement,
+    fitted,
+    settings_of,
+    with_keep,
+)
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -231,8 +239,11 @@ class Proposals:
                 if refusal is None or (isinstance(refusal, DeviceSizeError) and error.least < refusal.least):
                     refusal = error
                 continue
-            except BudgetError as error:
-                refusal = error
+            except HostSizeError as error:  # as above, of what the device has room for
+                if isinstance(refusal, DeviceSizeError | None) or (
+                    isinstance(refusal, HostSizeError) and error.least < refusal.least
+                ):
+                    refusal = error
                 continue
             if request.exceeded(settings, self.q.disk_free) is not None:
                 refusal = BudgetError(_too_little_disk(request, settings, self.q.disk_free))

@@ -33,6 +33,10 @@ between hosts goes down beside the visit; all other loads bring that:
     net                     GW5@F5                        GW5@B5
     d2h                            DP5@F5
 
+It goes down behind what leaves before its visit begins: saved activations would else wait for weights to cross that are
+not needed yet, and compute for their buffers. A visit of one micro-batch would itself wait for these, and what has
+crossed for it goes down as it comes.
+
 The first block's delayed steps have nothing to hide behind: the step begins with them, and finds the state of the first
 ones read already (``chunk_steps``).
 """
@@ -64,6 +68,8 @@ class Loads:
         self._next = 0
         self._takers: dict[str, OpId] = {}
         """pool of weights -> the last op that takes from it"""
+        self._crossed: dict[int, tuple[int, Buffer, OpId]] = {}
+        """group of which a part is yet to go down -> the visit, its buffer on the device, the op that has brought it"""
 
     def until(self, index: int) -> None:
         """Emit the loads of all visits up to and including ``index``, which comes next, and as many after them as the
@@ -72,6 +78,8 @@ class Loads:
         while self._next < len(self._order) and self._order[max(self._next - lookahead, 0)][0] <= index:
             assert self._has_room(), f"no buffer for a group of {self.b.visits[index].name}"
             self._load()
+        for g in [g for g, (visit, *_) in self._crossed.items() if visit == index]:
+            self._leave(g)
 
     def ahead(self, index: int) -> None:
         """Emit the loads of visits up to and including ``index``, as long as each finds a buffer if no lane runs ahead.
@@ -142,17 +150,26 @@ class Loads:
             return last
         last = self._gather(g, visit, whole, part=[into[0]], after=[last])
         if g in b.provision.secondary:
-            stays, nbytes = group_buffer("p", g), b.provision.secondary_bytes(g)
-            down, takes = group_op("DP", g, visit=visit.name), [(stays, secondary_pool(nbytes))]
-            b.outlast[visit.name].append(
-                b.emit(down, after=[last], takes=takes, reads=[whole[0]], writes=[stays], nbytes=nbytes)
-            )
+            self._crossed[g] = index, whole[0], last
+            if len(visit.micro_batches) == 1:
+                self._leave(g)
         return last
+
+    def _leave(self, g: int) -> None:
+        """Emit the way down of what has crossed between hosts of a group's weights, for the loads to come."""
+        index, whole, brought = self._crossed.pop(g)
+        b, visit, stays = self.b, self.b.visits[index].name, group_buffer("p", g)
+        nbytes = b.provision.secondary_bytes(g)
+        takes, ident = [(stays, secondary_pool(nbytes))], group_op("DP", g, visit=visit)
+        down = b.emit(ident, after=[brought], takes=takes, reads=[whole], writes=[stays], nbytes=nbytes)
+        b.outlast[visit].append(down)
 
     def _load_again(self, g: int, index: int, whole: Take) -> OpId:
         """Emit the load of a group from what has crossed between hosts before, for the last of which that is kept."""
         b, visit, stays = self.b, self.b.visits[index], group_buffer("p", g)
         loads, ident = b.provision.stay.loads[g], group_op("UP", g, visit=visit.name)
+        if g in self._crossed:  # it comes twice before the visit that it has come for
+            self._leave(g)
         down = group_op("DP", g, visit=b.visits[loads[0]].name)
         up = b.emit(
             ident,
