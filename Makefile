@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 # What an editable install has to be made again for: the native library, and packages that were not there before.
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt \
-	$(shell find src/penstock/optim/native src/penstock/store/native -type f) $(shell find src/penstock -name __init__.py)
+	$(shell find src/penstock/optim/native src/penstock/store/native src/penstock/sim/native -type f) $(shell find src/penstock -name __init__.py)
 
 # Each of the many processes of the tests that import torch compiles it anew where Python may not keep what it compiles:
 # two thirds of its time.

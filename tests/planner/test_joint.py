@@ -12,13 +12,14 @@ import pytest
 from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
-from penstock.planner.dealt import Asked as Wanted
 from penstock.planner.dealt import Foreseen, Pipeline, improved, plans_of
 from penstock.planner.fit import fit
 from penstock.planner.joint import JointSearch, Pipelined
 from penstock.planner.layouts import Asked
 from penstock.planner.phase_costs import PhaseCosts, by_lane
 from penstock.planner.pipelines import simulated
+from penstock.planner.places import Asked as Wanted
+from penstock.planner.places import Plans
 from penstock.planner.plan import Plan
 from penstock.planner.question import Question
 from penstock.schedule.ir.lanes import STREAM_LANES
@@ -71,12 +72,12 @@ def grid(found: Pipeline) -> Iterator[float]:
             plans = plans_of([Wanted(request=request) for request in requests])
         except (BudgetError, ConfigError):
             continue
-        yield found.pace.step(plans).seconds
+        yield found.pace.step(Plans.of(plans)).seconds
         smaller: list[Plan] = []
         for request, plan in zip(requests, plans, strict=True):
             option: Settings = replace(plan.settings, chunk=max(plan.settings.chunk // 2 // ALIGN * ALIGN, 1 << 16))
             smaller.append(request.plan(option))
-        yield found.pace.step(smaller).seconds
+        yield found.pace.step(Plans.of(smaller)).seconds
 
 
 def check(seed: int) -> bool:

@@ -141,9 +141,13 @@ def test_a_rank_of_a_pipeline_keeps_to_its_budget_with_inputs_of_the_last_block_
     assert kept
 
 
-def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them() -> None:
-    """There each rank has messages of its own pipeline, and collectives with the neighbours of its place."""
-    what, layout, views = as_pipelines(asked((FAST, 2)), 2)
+@pytest.mark.parametrize(("hosts", "each", "places"), [(2, 2, 2), (2, 4, 4), (4, 2, 2)])
+def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them(
+    hosts: int, each: int, places: int
+) -> None:
+    """There each rank has messages of its own pipeline, and collectives with the neighbours of its place, which are on
+    its host, on a part of that, or on two."""
+    what, layout, views = as_pipelines(asked((FAST, hosts), each=each), places)
     step, beside = simulated(what, layout, views, 2).step, layout.beside
     costs = Costs(name="any", seconds=lambda op: 1e-3 + 1e-9 * op.nbytes)
     ranks = [
@@ -153,13 +157,43 @@ def test_the_first_of_pipelines_beside_each_other_takes_as_long_as_all_of_them()
         for schedule in (plan.schedule for plan in step.plans)
         for n in range(beside)
     ]
-    groups = {shards_at(place): tuple(range(place * beside, (place + 1) * beside)) for place in range(2)}
-    world = World(name="all", ranks=tuple(ranks), groups=groups | {"all": tuple(range(2 * beside))})
+    groups = {shards_at(place): tuple(range(place * beside, (place + 1) * beside)) for place in range(places)}
+    world = World(name="all", ranks=tuple(ranks), groups=groups | {"all": tuple(range(places * beside))})
     check_world(world)
     found, few = (simulate(one, costs) for one in (world, pipeline_world([plan.schedule for plan in step.plans])))
     assert found.time == pytest.approx(few.time, rel=1e-9)
-    assert [found.work(rank) for rank in range(4)] == [few.work(rank // beside) for rank in range(4)]
+    assert [found.work(rank) for rank in range(len(ranks))] == [few.work(n // beside) for n in range(len(ranks))]
     assert step.seconds > 0
+
+
+def test_a_place_on_several_hosts_sends_its_part_of_collectives_between_them() -> None:
+    """Of what a rank sends to the n - 1 others of its place those on the other host have n / 2; and messages go to
+    another host, of which each has the link with the other ranks of its own."""
+    what, layout, views = as_pipelines(asked((FAST, 4), each=2), 2)
+    found = pipeline(replace(what, size=2), layout)
+    plans = simulated(what, layout, views, 2).improved(lambda _: None).step.plans
+    collectives = max(
+        2 * sum(op.nbytes * 2 / 3 for op in plan.schedule.lanes["net"] if op.id.kind != "AN")
+        + 2 * plan.schedule.bytes_per_lane()["send"]
+        for plan in plans
+    )
+    assert found.hosts[0].sent == pytest.approx(collectives, rel=1e-6)
+    assert FAST.nic is not None
+    (network,) = (view.network for view in views)
+    assert network is not None
+    assert 1 / network.bandwidth == pytest.approx(2 / 3 * 2 / FAST.nic.bandwidth + 1 / 3 / FAST.between[0].bandwidth)
+
+
+def test_a_model_with_too_few_blocks_for_all_ranks_is_a_pipeline_of_as_many_places_as_it_has_blocks_for() -> None:
+    def places(layers: int, *kinds: tuple[Machine, int], each: int) -> list[int]:
+        what = asked(*kinds, each=each, layers=layers)
+        return [layout.stages for layout in layouts(what) if layout.kind == "pipeline"]
+
+    assert places(6, (FAST, 2), each=2) == [4, 2], "they are enough"
+    assert places(6, (FAST, 2), each=8) == [16, 4, 2], "four neighbours share a place"
+    assert places(6, (FAST, 16), each=2) == [32, 4, 16], "eight do, of four hosts"
+    assert places(6, (FAST, 8), (SLOW, 8), each=2) == [32, 16], "which may not differ"
+    assert places(1, (FAST, 16), each=1) == [16, 2]
 
 
 def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None:
@@ -261,6 +295,6 @@ def test_the_ranks_of_a_pipeline_keep_to_the_endurance_of_their_drives_or_are_re
     assert worn is not None
     assert worn.per_day == pytest.approx(written[worst] / found.step.seconds * 86400)
     just = worn.too_fast * 1e6
-    assert simulated(limited(1.001 * just), layout, views, 2).step.plans == found.step.plans
+    assert [*simulated(limited(1.001 * just), layout, views, 2).step.plans] == [*found.step.plans]
     with pytest.raises(EnduranceError):
         simulated(limited(0.999 * just), layout, views, 2)

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerator": set(),
     "config": {"documents", "errors"},
     "schedule": {"config", "errors"},
-    "sim": {"config", "errors", "schedule"},
+    "sim": {"config", "errors", "native", "schedule"},
     "hardware": {"config", "documents", "errors", "schedule"},
     "ranks": {"accelerator", "compat", "errors", "schedule"},
     "loss": {"compat", "errors"},

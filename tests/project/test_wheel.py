@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from penstock.optim import library
+from penstock.sim import library as simulator
 from penstock.store import kernel
 from tests import two_steps
 from tests.documented import ROOT
@@ -22,7 +23,7 @@ from tests.runs import write_run
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 OF_THE_SYSTEM = LOADERS | {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"}
 """Libraries that manylinux lets a wheel ask for, and that the native libraries may."""
-NATIVE = (Path(library.__file__).with_name("_kernels.so"), kernel.PATH)
+NATIVE = (Path(library.__file__).with_name("_kernels.so"), kernel.PATH, simulator.PATH)
 
 
 def test_what_a_wheel_is_tried_with_trains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +62,9 @@ def test_a_wheel_is_for_every_python_and_has_the_package_whole(wheel: Path) -> N
     assert re.fullmatch(r"penstock-[0-9.]+-py3-none-(many)?linux\w+\.whl", wheel.name)
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("penstock/")}
     listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    native = ("penstock/optim/native/", "penstock/store/native/")
+    native = ("penstock/optim/native/", "penstock/store/native/", "penstock/sim/native/")
     sources = {name.removeprefix("src/") for name in listed.splitlines()}
-    built = {"penstock/optim/_kernels.so", "penstock/store/_transfer.so"}
+    built = {"penstock/optim/_kernels.so", "penstock/store/_transfer.so", "penstock/sim/_simulate.so"}
     assert inside == {name for name in sources if not name.startswith(native)} | built
 
 

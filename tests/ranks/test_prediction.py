@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.hardware.machine import Between, Machine
 from penstock.planner import dealt
-from penstock.planner.dealt import Asked, Foreseen, Pace, improved
+from penstock.planner.dealt import Foreseen, Pace, improved
+from penstock.planner.places import Asked
 from tests.models import MODELS, PLAIN, Case, causal_lm, llama
 from tests.questions import DRIVE, MACHINE
 from tests.ranks.test_bits import equal, results

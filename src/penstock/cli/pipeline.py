@@ -81,7 +81,7 @@ def fastest(config: TrainConfig, machine: Machine, ranks: int, hosts: int = 1) -
     shape, found = shape_of(config, machine.device.kind), list[Pipeline]()
     for one in fitting(config, ranks, lambda size, n: expected(config, shape, machine, size, n, ranks, hosts)):
         found.append(one)
-        if sum(len(plan.schedule.ops) for plan in one.step.plans) > MOST_OPS:
+        if one.step.plans.ops > MOST_OPS:
             break  # smaller micro-batches have more ops
     return sorted(found, key=lambda one: one.step.seconds)
 

@@ -21,7 +21,7 @@ def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int 
     else:
         shared = f", which share each sequence {config.cp} by {config.cp}" if config.cp > 1 else ""
         yield f"on {machine.name}, {found.beside} pipelines of {len(plans)} ranks beside each other{shared}"
-    norm = NORM[any(steps_early(plan.program, plan.settings) for plan in plans)]
+    norm = NORM[any(steps_early(plans[rank].program, plans[rank].settings) for rank in plans.firsts)]
     yield ", ".join(
         (
             f"It fits. {found.count} micro-batches of {found.size} x {config.data.sequence_length:,} tokens"
@@ -42,7 +42,8 @@ def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int 
     heads = ("state", "device", "host", "disk", "sent")
     who = "rank" if found.beside == 1 else "ranks"
     yield f"{who:<8}{'blocks':>6}" + "".join(f"{head:>12}" for head in heads) + f"{'compute':>10}"
-    for rank, plan in enumerate(plans):
+    for rank in range(len(plans)):
+        plan = plans.figures(rank)
         busy = simulation.busy(rank).get("compute", 0.0)
         sizes = (plan.state_bytes, plan.device_bytes, plan.host_bytes, found.disk_bytes[rank], _sent(found, rank))
         cells = "".join(f"{format_size(size):>12}" for size in sizes)
@@ -87,7 +88,7 @@ def as_json(found: Pipeline, config: TrainConfig, machine: Machine, steps: int |
                 "work_seconds": simulation.work(rank),
                 "busy_seconds": simulation.busy(rank),
             }
-            for rank, plan in enumerate(found.step.plans)
+            for rank, plan in ((rank, step.plans.figures(rank)) for rank in range(len(step.plans)))
         ],
     }
 
@@ -99,4 +100,4 @@ def _ranks(found: Pipeline, place: int) -> str:
 
 
 def _sent(found: Pipeline, rank: int) -> int:
-    return found.step.plans[rank].schedule.bytes_per_lane().get("send", 0)
+    return found.step.plans.figures(rank).schedule.bytes_per_lane().get("send", 0)

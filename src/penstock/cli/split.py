@@ -18,10 +18,11 @@ from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import DeviceKind, Machine
 from penstock.planner.ask import refused_batch
 from penstock.planner.batches import Split, choose, cuts, splits
-from penstock.planner.dealt import Asked, plans_of
+from penstock.planner.dealt import plans_of
 from penstock.planner.durability import settled, undecided
 from penstock.planner.endurance import EnduranceError
 from penstock.planner.fit import fit
+from penstock.planner.places import Asked
 from penstock.planner.task import Task
 from penstock.schedule.ir.ops import Schedule
 

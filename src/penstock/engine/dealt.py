@@ -10,7 +10,8 @@ from penstock.config import Family
 from penstock.engine.probed import slowest_of
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Machine
-from penstock.planner.dealt import Asked, Pace, fastest_of, plans_of
+from penstock.planner.dealt import Pace, fastest_of, plans_of
+from penstock.planner.places import Asked, Plans
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.planner.update_mode import seconds_back, steps_early
@@ -239,7 +240,7 @@ def plan_among(ranks: Ranks, request: Request, keep: Placement | None, pace: Pac
 
     def settings() -> tuple[Settings, ...]:
         plans = plans_of(asked) if pace is None else fastest_of(asked, pace).plans
-        return tuple(plan.settings for plan in plans)
+        return tuple(plans.settings(rank) for rank in range(len(plans)))
 
     return request.plan(ranks.decided("settings of the plans", settings)[ranks.pipe.rank])
 
@@ -283,4 +284,4 @@ def repeat_of_all(ranks: Ranks, plan: Plan, machine: Machine | None) -> float | 
 def predicted_of_all(ranks: Ranks, plan: Plan, pace: Pace) -> Simulation:
     """The simulation of the very steps that all ranks of a pipeline run, each by its plan."""
     plans = _of_places(ranks, "plans", plan)
-    return ranks.once("prediction", lambda: pace.step(plans).simulation)
+    return ranks.once("prediction", lambda: pace.step(Plans.of(plans)).simulation)

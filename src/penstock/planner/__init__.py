@@ -8,7 +8,8 @@
     classes, phase_costs           schedules of a small program
     placement_lp, rounding,        the linear program over tiers, whole groups from its shares, what the programs
     proposals, search              propose, and the search that lets the simulator decide
-    dealt, joint                   plans of a pipeline's ranks, and the world that they make; the search for them
+    places, dealt, joint           ranks of a pipeline that are alike; the plans of all, and the world that they make;
+                                   the search for them
     alternatives                   a plan's update mode beside those that it could have had instead
     task, batches, forecast,       what is asked, how large a step should be, what follows from a plan, what would help
     roofline, advice, ask

@@ -69,9 +69,26 @@ def layouts(asked: Asked) -> Iterator[Layout]:
             if each:
                 yield Layout(kind="copies", ranks=hosts.ranks, cp=cp, stage=each, copies=hosts.count)
     if stage is None:
-        yield Layout(kind="pipeline", ranks=hosts.ranks, cp=cp, stages=hosts.ranks)
-        if hosts.count > 1 and hosts.each > 1:
-            yield Layout(kind="pipeline", ranks=hosts.ranks, cp=cp, stages=hosts.count)
+        of_hosts = [hosts.count] if hosts.count > 1 and hosts.each > 1 else []
+        for places in dict.fromkeys((hosts.ranks, *_most_places(asked), *of_hosts)):
+            yield Layout(kind="pipeline", ranks=hosts.ranks, cp=cp, stages=places)
+
+
+def _most_places(asked: Asked) -> list[int]:
+    """The most places of a pipeline that the model has blocks for, where it has not for as many as there are ranks, if
+    there are any: so many that each is on one host, or on several that are alike."""
+    hosts = asked.hosts
+    try:
+        program = asked.task.profile(asked.size or 1).program
+    except ConfigError:  # which each layout is refused for
+        return []
+    blocks = sum(stage.kind == "call" for stage in program.stages)
+
+    def is_on_whole_hosts(beside: int) -> bool:
+        return not hosts.each % beside or (hosts.alike and not beside % hosts.each)
+
+    fewer = range(min(blocks + 1, hosts.ranks - 1), 1, -1) if blocks + 1 < hosts.ranks else ()
+    return [n for n in fewer if not hosts.ranks % n and is_on_whole_hosts(hosts.ranks // n)][:1]
 
 
 def _may_have_copies(asked: Asked) -> bool:

@@ -7,18 +7,20 @@ the fastest a search goes on in which linear programs propose for each rank (``j
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from functools import cached_property, partial
+from itertools import product, starmap
+from typing import Any
 
 from penstock.config import Family
 from penstock.errors import BudgetError, ConfigError
-from penstock.hardware.machine import Machine, Network
 from penstock.planner.costs import costs_of_plan
 from penstock.planner.endurance import EnduranceError, Worn, worn_by
 from penstock.planner.fit import fit
 from penstock.planner.joint import Joint, JointSearch, Pipelined
+from penstock.planner.places import Asked, Places, Plans, Views
 from penstock.planner.plan import Plan
 from penstock.planner.proposals import Proposal
 from penstock.planner.question import SIMULATED_OPS, Question
@@ -26,11 +28,10 @@ from penstock.planner.request import Request
 from penstock.planner.update_mode import REPEATS, expected_seconds, seconds_back, steps_early
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.dealt import programs_of_ranks, stages_dealt
-from penstock.schedule.lower.seat import pipeline_world
 from penstock.schedule.mesh import Mesh
-from penstock.schedule.place import Placement, Settings, Side
+from penstock.schedule.place import Side
 from penstock.schedule.program import Program
-from penstock.shape.model import ModelProfile, StageTimes
+from penstock.shape.model import ModelProfile
 from penstock.sim.costs import Costs
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
@@ -42,19 +43,11 @@ _FEW_OPS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The request of one rank. ``keep``: where its weights and state are already, if that is not to be changed."""
-
-    request: Request
-    keep: Placement | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Foreseen:
     """A step of all ranks. ``plans``: by rank; ``seconds``: of a step on average, as some are run twice; ``repeats``:
     runs of the step besides the first, on average; ``ops``: of all that was simulated to choose it."""
 
-    plans: tuple[Plan, ...]
+    plans: Plans
     simulation: Simulation
     seconds: float
     repeats: float
@@ -62,15 +55,10 @@ class Foreseen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
-    """The basis of a prediction. By a rank's number, ``machine``: as it sees it; ``times``: of all stages; and
-    ``link``: over which messages go from it to another, None: the network. ``optimizer``, ``io_threads``,
-    ``disk_free`` and ``repeats``: as of ``Question``."""
+class Pace(Views):
+    """The basis of a prediction. ``optimizer``, ``io_threads``, ``disk_free`` and ``repeats``: as of ``Question``."""
 
-    machine: Callable[[int], Machine]
-    times: Callable[[int], StageTimes]
     optimizer: str
-    link: Callable[[int, int], Network] | None = None
     io_threads: int = 4
     disk_free: int | None = None
     repeats: float = REPEATS
@@ -99,14 +87,15 @@ class Pace:
             waiting=waits,
         )
 
-    def step(self, plans: Sequence[Plan]) -> Foreseen:
+    def step(self, plans: Plans) -> Foreseen:
         """The simulation of all ranks' steps."""
-        costs = [self.costs(rank, plan) for rank, plan in enumerate(plans)]
-        simulation = simulate(pipeline_world([plan.schedule for plan in plans]), costs)
-        repeats = self.repeats * any(steps_early(plan.program, plan.settings) for plan in plans)
-        back = max(seconds_back(plan, self.machine(rank)) for rank, plan in enumerate(plans))
+        firsts = {rank: plans[rank] for rank in plans.firsts}
+        costs = {rank: self.costs(rank, plan) for rank, plan in firsts.items()}
+        simulation = simulate(plans.world, [costs[rank] for rank in plans.twin])
+        repeats = self.repeats * any(steps_early(plan.program, plan.settings) for plan in firsts.values())
+        back = max(seconds_back(plan, self.machine(rank)) for rank, plan in firsts.items())
         seconds = expected_seconds(simulation.time, repeats, back)
-        return Foreseen(plans=tuple(plans), simulation=simulation, seconds=seconds, repeats=repeats)
+        return Foreseen(plans=plans, simulation=simulation, seconds=seconds, repeats=repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,24 +130,25 @@ class Pipeline:
         """The number of pipelines."""
         return self.requests[0].ranks
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Blocks of each rank."""
         program = self.requests[0].program
         assert program.dealt is not None
-        calls = [program.dealt.of_stages[stage.index] for stage in program.stages if stage.kind == "call"]
-        return tuple(calls.count(rank) for rank in range(len(self.requests)))
+        calls = Counter(program.dealt.of_stages[stage.index] for stage in program.stages if stage.kind == "call")
+        return tuple(calls[rank] for rank in range(len(self.requests)))
 
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.beside * self.count * self.profile.tokens
 
-    @property
+    @cached_property
     def disk_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank's store and scratch space take."""
-        both = zip(self.requests, self.step.plans, strict=True)
-        return tuple(request.space_bytes(plan.settings) for request, plan in both)
+        plans = self.step.plans
+        space = {rank: self.requests[rank].space_bytes(plans[rank].settings) for rank in plans.firsts}
+        return tuple(space[rank] for rank in plans.twin)
 
 
 def programs_of(
@@ -176,7 +166,7 @@ def programs_of(
     return programs_of_ranks(program, of_stages, ranks)
 
 
-def plans_of(asked: Sequence[Asked]) -> tuple[Plan, ...]:
+def plans_of(asked: Sequence[Asked]) -> Plans:
     """The plans of all ranks of a pipeline, by rank, where nothing is predicted.
 
     Raises:
@@ -184,7 +174,7 @@ def plans_of(asked: Sequence[Asked]) -> tuple[Plan, ...]:
         ConfigError: they cannot do alike what all have to.
     """
     first = asked[0].request
-    return next(_possible(asked, [(first.speculate, first.delay)]))
+    return next(_possible(Places(asked), [_choice(first.speculate, first.delay)]))
 
 
 def fastest_of(asked: Sequence[Asked], pace: Pace) -> Foreseen:
@@ -202,12 +192,12 @@ def preferred(asked: Sequence[Asked], pace: Pace) -> Foreseen:
     """The fastest of the plans by the order of preference; raises as ``fastest_of``."""
     best: Foreseen | None = None
     least: tuple[int, Worn] | None = None
-    ops = 0
-    for plans in _possible(asked, _choices(asked[0].request)):
-        size = sum(len(plan.schedule.ops) for plan in plans)
+    ops, places = 0, Places(asked, pace)
+    for plans in _possible(places, _choices(asked[0].request)):
+        size = plans.ops
         ops += size
         found = pace.step(plans)
-        if (worn := _worn(asked, found, pace)) is not None:
+        if (worn := _worn(places, found, pace)) is not None:
             least = min(least or worn, worn, key=lambda one: one[1].too_fast)
         elif best is None or found.seconds < best.seconds:
             best = found
@@ -228,17 +218,17 @@ def improved(
     raises BudgetError for plans that lack room where ranks share it."""
     if not asked[0].request.train or any(one.keep is not None for one in asked):
         return best
-    like = _likes(asked, pace)
-    kinds = sorted(set(like))
+    places = Places(asked, pace)
+    kinds = places.kinds
     left = max(best.ops // 2, _FEW_OPS)
 
     def simulated(joint: Joint) -> float | None:
         nonlocal best, left
         if left <= 0:
             return None
-        plans = _as_proposed(asked, like, dict(zip(kinds, joint, strict=True)))
-        left -= sum(len(plan.schedule.ops) for plan in plans)
-        if _differ(asked, plans) is not None or _worn(asked, found := pace.step(plans), pace) is not None:
+        plans = _as_proposed(places, dict(zip(kinds, joint, strict=True)))
+        left -= plans.ops
+        if _differ(places, plans) is not None or _worn(places, found := pace.step(plans), pace) is not None:
             return math.inf
         if found.seconds < best.seconds:
             try:
@@ -248,55 +238,57 @@ def improved(
             best = replace(found, ops=best.ops)
         return found.seconds
 
-    compute = Pipelined.of([one.request for one in asked], pace.times)
+    compute = Pipelined.of([one.request for one in asked], pace.times, places.twin)
     questions = [pace.question(kind, asked[kind].request, compute.waits[kind], len(asked)) for kind in kinds]
     search = JointSearch(questions, best=best.seconds, least=compute.seconds, simulate=simulated)
-    search.run([best.plans[kind].settings for kind in kinds])
+    search.run([best.plans.settings(kind) for kind in kinds])
     return best
 
 
-def _as_proposed(asked: Sequence[Asked], like: Sequence[int], proposed: Mapping[int, Proposal]) -> tuple[Plan, ...]:
+def _as_proposed(places: Places, proposed: Mapping[int, Proposal]) -> Plans:
     """The plans of all ranks by what is proposed for the first rank of each kind."""
     settings = {kind: one.request.roomiest(one.settings) for kind, one in proposed.items()}
-    plans = []
-    for kind, one in zip(like, asked, strict=True):
-        request = replace(proposed[kind].request, program=one.request.program, budget=one.request.budget)
-        plans.append(request.plan(_moved(settings[kind], asked[kind].request.program, one.request.program)))
-    return tuple(plans)
+    return places.plans({kind: one.request for kind, one in proposed.items()}, settings)
 
 
-def _worn(asked: Sequence[Asked], step: Foreseen, pace: Pace) -> tuple[int, Worn] | None:
+def _worn(places: Places, step: Foreseen, pace: Pace) -> tuple[int, Worn] | None:
     """The rank whose drives wear too fast, of several the one where they do so most; None: all keep to what they
     may."""
     found: list[tuple[int, Worn]] = []
-    for rank, (one, plan) in enumerate(zip(asked, step.plans, strict=True)):
-        budget, machine = one.request.budget, pace.machine(rank)
-        worn = worn_by(budget, plan, machine, 1 + step.repeats, step.seconds) if one.request.train else None
+    for rank in step.plans.firsts:
+        request, plan, machine = places.asked[rank].request, step.plans[rank], pace.machine(rank)
+        worn = worn_by(request.budget, plan, machine, 1 + step.repeats, step.seconds) if request.train else None
         found += [] if worn is None else [(rank, worn)]
     return max(found, key=lambda one: one[1].too_fast, default=None)
 
 
-def _choices(first: Request) -> Iterable[tuple[bool | None, float | None]]:
-    """(speculate, delay) that all ranks may have, as far as these are left open."""
-    speculates: list[bool | None] = [first.speculate]
-    delays: list[float | None] = [first.delay]
+Choice = Mapping[str, Any]
+"""The update mode and delay of all ranks, as the fields of their requests."""
+
+
+def _choice(early: bool | None, share: float | None) -> Choice:
+    return {"speculate": early, "delay": share}
+
+
+def _choices(first: Request) -> Iterable[Choice]:
+    """The update modes and delays that all ranks may have, as far as these are left open."""
+    early: list[bool | None] = [first.speculate]
+    shares: list[float | None] = [first.delay]
     if first.train:
         if first.early is None and first.may_speculate:
-            speculates = [None, False]
+            early = [None, False]
         if first.delay is None and first.may_delay:
-            delays = list(DELAYS)
-    return product(speculates, delays)
+            shares = list(DELAYS)
+    return starmap(_choice, product(early, shares))
 
 
-def _possible(
-    asked: Sequence[Asked], choices: Iterable[tuple[bool | None, float | None]]
-) -> Iterator[tuple[Plan, ...]]:
-    """The plans of all ranks with each choice of (speculate, delay) that can be; raises as ``plans_of`` if none can."""
+def _possible(places: Places, choices: Iterable[Choice]) -> Iterator[Plans]:
+    """The plans of all ranks with each choice that can be; raises as ``plans_of`` if none can."""
     refused: BudgetError | ConfigError | None = None
     some = False
-    for speculate, delay in choices:
+    for choice in choices:
         try:
-            plans = _alike([replace(a, request=replace(a.request, speculate=speculate, delay=delay)) for a in asked])
+            plans = _alike(places, choice)
         except (BudgetError, ConfigError) as error:
             refused = refused or error
             continue
@@ -307,106 +299,59 @@ def _possible(
         raise refused
 
 
-def _alike(asked: Sequence[Asked]) -> tuple[Plan, ...]:
+def _alike(places: Places, choice: Choice) -> Plans:
     """The plans of all ranks, which go the same ways where all take part: a step that is run again, one that the next
     one completes, a commit.
 
     Raises:
         BudgetError, ConfigError: they cannot.
     """
-    plans = _each(asked)
-    if not asked[0].request.train:
-        return tuple(plans)
-    early = {plan.schedule.speculative for plan in plans}
-    if len(early) > 1 and not asked[0].request.speculate:
-        plans = _each([replace(one, request=replace(one.request, speculate=False)) for one in asked])
-    if (why := _differ(asked, plans)) is not None:
+    plans = _each(places, choice)
+    if not places.asked[0].request.train:
+        return plans
+    early = {plans[rank].schedule.speculative for rank in plans.firsts}
+    if len(early) > 1 and not choice["speculate"]:
+        plans = _each(places, {**choice, "speculate": False})
+    if (why := _differ(places, plans)) is not None:
         raise ConfigError(why)
-    return tuple(plans)
+    return plans
 
 
-def _differ(asked: Sequence[Asked], plans: Sequence[Plan]) -> str | None:
+def _differ(places: Places, all_plans: Plans) -> str | None:
     """The reason that the plans of all ranks do not go the same ways, and what to do; None: they do."""
-    early = [plan.schedule.speculative for plan in plans]
-    if any(early) and not all(early):
+    plans = {rank: all_plans[rank] for rank in all_plans.firsts}
+    early = [rank for rank, plan in plans.items() if plan.schedule.speculative]
+    if early and (others := sorted(plans.keys() - early)):
         return (
-            f"speculate=True, and rank {early.index(False)} of the pipeline has nothing on disk that can step early: "
+            f"speculate=True, and rank {others[0]} of the pipeline has nothing on disk that can step early: "
             "leave speculate out"
         )
-    if len({bool(late_chunks(plan.schedule)) for plan in plans}) > 1:
+    if len({bool(late_chunks(plan.schedule)) for plan in plans.values()}) > 1:
         return (
             f"delay={plans[0].settings.delay:g}, and of the ranks of this pipeline some have nothing that can be "
             "delayed: give delay=0"
         )
-    promises = asked[0].request.budget.durability is None or not asked[0].request.wait
-    below = [_is_all_on_disk(plan) for plan in plans]
-    if len(set(below)) > 1 and promises:
+    first = places.asked[0].request
+    promises = first.budget.durability is None or not first.wait
+    below = [rank for rank, plan in plans.items() if _is_all_on_disk(plan)]
+    if 0 < len(below) < len(plans) and promises:
         return (
-            f"all state of rank {below.index(True)} of the pipeline would live on disk or not change, and of others "
+            f"all state of rank {below[0]} of the pipeline would live on disk or not change, and of others "
             "some in memory, and no step could be committed or taken back by all of them: give budget.state='disk' or "
             "budget.state='host', or train other parameters"
         )
     return None
 
 
-def _each(asked: Sequence[Asked]) -> list[Plan]:
-    """The plan of each rank, made once for ranks whose stages are alike: what else they ask for, all of them do."""
-    plans: list[Plan] = []
-    for rank, (one, like) in enumerate(zip(asked, _likes(asked), strict=True)):
-        if like == rank:
-            plans.append(_of_rank(rank, one))
-        else:
-            settings = _moved(plans[like].settings, asked[like].request.program, one.request.program)
-            plans.append(one.request.plan(settings))
-    return plans
-
-
-def _likes(asked: Sequence[Asked], pace: Pace | None = None) -> list[int]:
-    """For each rank the first one whose stages, and machine if there is a ``pace``, are like its own."""
-    first: dict[object, int] = {}
-    machines: list[Machine] = []
-    found = []
-    for rank, one in enumerate(asked):
-        request, key = one.request, object()
-        if one.keep is None and request.program.dealt is not None:
-            machine = 0
-            if pace is not None:
-                seen = pace.machine(rank)
-                machines += [] if seen in machines else [seen]
-                machine = machines.index(seen)
-            asks = bool(request.budget.disk_paths), request.micro_batches, request.inputs, machine
-            # in turn, ranks with stages that are alike have other numbers of micro-batches under way
-            key = _likeness(request.program), asks, request.program.dealt.rank if request.route.takes_turns else None
-        found.append(first.setdefault(key, rank))
-    return found
-
-
-def _likeness(program: Program) -> object:
-    """A key of what decides about the plan of a rank: its stages in their order, and what crosses around them."""
-    dealt = program.dealt
-    assert dealt is not None
-    return tuple(
-        (
-            replace(stage, index=0, name="", forward_reads=(), backward_reads=(), gradients=()),
-            tuple(replace(program.groups[g], index=0, name="") for g in stage.groups),
-            k > 0 and dealt.crosses(k - 1),
-            dealt.crosses(k),
-            dealt.besides[k],
-            k in (0, len(program.stages) - 2, len(program.stages) - 1),
-        )
-        for k, stage in enumerate(program.stages)
-        if dealt.has(k)
-    )
-
-
-def _moved(settings: Settings, like: Program, program: Program) -> Settings:
-    """The settings of another rank's plan for a rank whose stages are like its own."""
-    weights, state = list(settings.place.weights), list(settings.place.state)
-    theirs = [g.index for g in like.groups if g.numel]
-    own = [g.index for g in program.groups if g.numel]
-    for before, now in zip(theirs, own, strict=True):
-        weights[now], state[now] = settings.place.weights[before], settings.place.state[before]
-    return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(state)))
+def _each(places: Places, choice: Choice) -> Plans:
+    """The plan of each rank, fitted once for ranks whose stages are alike: what else they ask for, all of them do."""
+    asked: dict[int, Asked] = {}
+    for kind in places.kinds:
+        one = places.asked[kind]
+        asked[kind] = replace(one, request=replace(one.request, **choice))
+    made = {kind: _of_rank(kind, one) for kind, one in asked.items()}
+    settings = {kind: plan.settings for kind, plan in made.items()}
+    return places.plans({kind: one.request for kind, one in asked.items()}, settings, made)
 
 
 def _of_rank(rank: int, asked: Asked) -> Plan:

@@ -48,9 +48,14 @@ class Pipelined:
     waits: tuple[Mapping[str, float], ...]
 
     @staticmethod
-    def of(requests: Sequence[Request], times: Callable[[int], StageTimes]) -> "Pipelined":
-        """``times``: of all stages, by rank. Nothing is computed again that need not be: what it takes at least."""
-        works = [_work(request, times(rank)) for rank, request in enumerate(requests)]
+    def of(
+        requests: Sequence[Request], times: Callable[[int], StageTimes], twin: Sequence[int] | None = None
+    ) -> "Pipelined":
+        """``times``: of all stages, by rank. ``twin``: for each rank one that takes as long. Nothing is computed again
+        that need not be: what it takes at least."""
+        like = range(len(requests)) if twin is None else twin
+        of_kinds = {rank: _work(requests[rank], times(rank)) for rank in sorted(set(like))}
+        works = [of_kinds[rank] for rank in like]
         fill = sum(once for _, _, once in works) - max(once for _, _, once in works)
         whole, there = max(f + b for f, b, _ in works) + fill, max(f for f, _, _ in works)
         if requests[0].route.takes_turns:

@@ -13,22 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from heapq import heapify, heapreplace
 
 from penstock.config import format_size
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.hosts import Hosts
 from penstock.hardware.machine import Machine, Network
-from penstock.hardware.sharing import within_host
+from penstock.hardware.sharing import leaving, of_pipeline, within_host
 from penstock.planner.batches import cuts
 from penstock.planner.dealt import Pace, Pipeline, programs_of
 from penstock.planner.layouts import Asked, Layout, OfHost, Outcome, check_memory, slowest
-from penstock.planner.plan import Plan
+from penstock.planner.places import Plans
 from penstock.planner.update_mode import expected_repeats
 from penstock.schedule.dealt import stages_dealt
 from penstock.schedule.ir.lanes import Lane
 from penstock.shape.model import stage_times
 
-MOST_OPS = 500_000
+MOST_OPS = 2_000_000
 """Ops of the largest world of a pipeline that is simulated."""
 _TRIED = 2
 """Ways to cut the batch that are simulated."""
@@ -65,15 +66,16 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
 
 
 def views_of(asked: Asked, layout: Layout) -> list[Machine]:
-    """The machine as each rank sees it, by kind of host. Pipelines beside each other share the state within hosts."""
-    views, hosts = asked.views(), asked.hosts
-    if layout.beside == 1:
-        return views
-    assert layout.beside == hosts.each
-    return [
-        replace(view, network=within_host(kind.machine, hosts.each), across=None)
-        for view, kind in zip(views, hosts.kinds, strict=True)
-    ]
+    """The machine as each rank sees it, by kind of host. Pipelines beside each other share the state of their places,
+    each on one host or on several that are alike."""
+    hosts, beside = asked.hosts, layout.beside
+    assert hosts.alike or beside <= hosts.each
+    found: list[Machine] = []
+    for view, kind in zip(asked.views(), hosts.kinds, strict=True):
+        seen = of_pipeline(kind.machine, hosts.ranks, hosts=hosts.count, beside=beside)
+        network, across = (view.network, view.across) if beside == 1 else (seen.network, None)
+        found.append(replace(view, network=network, across=across, contention=seen.contention))
+    return found
 
 
 def _first(asked: Asked, layout: Layout, views: Sequence[Machine]) -> Pipeline:
@@ -95,6 +97,7 @@ def _first(asked: Asked, layout: Layout, views: Sequence[Machine]) -> Pipeline:
 
 def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
     """Sequences in a micro-batch, the largest first of those that leave every rank something to do; else the smallest.
+    None are so small that the step is not simulated.
 
     Raises:
         ConfigError: the batch cannot be cut into so few micro-batches as are planned.
@@ -106,8 +109,15 @@ def _sizes(asked: Asked, layout: Layout) -> Iterator[int]:
     found = cuts(each)
     if not found:
         raise ConfigError(f"{each} sequences cannot be cut into few enough micro-batches: give another batch")
+    found = [(size, count) for size, count in found if count <= _most_micro_batches(asked)] or found[-1:]
     enough = [size for size, count in reversed(found) if count >= layout.stages]
     yield from enough or [found[0][0]]
+
+
+def _most_micro_batches(asked: Asked) -> int:
+    """The most micro-batches of a pipeline that are simulated."""
+    stages = asked.task.profile(asked.size or 1).program.stages
+    return MOST_OPS // (_OPS_OF_BLOCK * sum(stage.kind == "call" for stage in stages))
 
 
 def simulated(
@@ -166,14 +176,14 @@ _OPS_OF_BLOCK = 6
 
 def _link(hosts: Hosts, beside: int, place: int, to: int) -> Network:
     """The link from a rank to another, by their places in a pipeline: to one of another host, the slower of both hosts'
-    links, which as many pipelines use as are ``beside`` each other."""
+    links, which as many pipelines use as are ``beside`` each other and have ranks on it."""
     rank, peer = place * beside, to * beside
     here, there = (hosts.kinds[hosts.kind_of(one)].machine for one in (rank, peer))
     if rank // hosts.each == peer // hosts.each:
         return within_host(here, hosts.each)
     found = slowest([here.nic, there.nic])
     assert found is not None
-    return replace(found, bandwidth=found.bandwidth / beside)
+    return replace(found, bandwidth=found.bandwidth / min(beside, hosts.each))
 
 
 def _deal(asked: Asked, layout: Layout, now: Pipeline) -> tuple[int, ...]:
@@ -197,13 +207,17 @@ def _deal(asked: Asked, layout: Layout, now: Pipeline) -> tuple[int, ...]:
         ends[lane] = max(seconds - had[0] * per_block[0].get(lane, 0.0), 0.0)
     counts = [0] + [1] * (places - 1)
 
-    def then(rank: int) -> float:
-        """Seconds of the rank's busiest lane with one block more."""
+    def then(rank: int) -> tuple[float, int]:
+        """Seconds of the rank's busiest lane with one block more, and the rank."""
         own = per_block[rank]
-        return max((counts[rank] + 1) * own[lane] + (ends[lane] if rank == 0 else 0.0) for lane in own)
+        return max((counts[rank] + 1) * own[lane] + (ends[lane] if rank == 0 else 0.0) for lane in own), rank
 
-    while sum(counts) < sum(had):
-        counts[min(range(places), key=then)] += 1
+    next_ones = [then(rank) for rank in range(places)]
+    heapify(next_ones)
+    for _ in range(sum(had) - sum(counts)):
+        _, rank = next_ones[0]
+        counts[rank] += 1
+        heapreplace(next_ones, then(rank))
     return tuple(counts)
 
 
@@ -214,32 +228,38 @@ def _of_block(of: Pipeline, rank: int) -> dict[Lane, float]:
 
 def _of_kind(hosts: Hosts, found: Pipeline, kind: int) -> OfHost:
     """The most that any host of a kind has and moves."""
-    each, simulation, beside = hosts.each, found.step.simulation, found.beside
+    each, simulation, beside, plans = hosts.each, found.step.simulation, found.beside, found.step.plans
     of_kind = [host for host in range(hosts.count) if hosts.kind_of(host * each) == kind]
     ranks_of = [[rank // beside for rank in range(host * each, (host + 1) * each)] for host in of_kind]
     """by host, the place of each of its ranks"""
-    moved = [plan.schedule.bytes_per_lane() for plan in found.step.plans]
+    moved = {first: plans[first].schedule.bytes_per_lane() for first in plans.firsts}
     lane, work = max(
         (item for ranks in ranks_of for rank in ranks for item in simulation.work(rank).items()),
         key=lambda item: item[1],
     )
-    space, blocks = found.disk_bytes, found.blocks
+    space, blocks, twin = found.disk_bytes, found.blocks, plans.twin
     return OfHost(
         machine=hosts.kinds[kind].name,
         hosts=hosts.kinds[kind].count,
-        device=max(found.step.plans[rank].device_bytes for ranks in ranks_of for rank in ranks),
-        host=max(sum(found.step.plans[rank].host_bytes for rank in ranks) for ranks in ranks_of),
+        device=max(plans.figures(rank).device_bytes for ranks in ranks_of for rank in ranks),
+        host=max(sum(plans.figures(rank).host_bytes for rank in ranks) for ranks in ranks_of),
         disk=max(sum(space[rank] for rank in ranks) for ranks in ranks_of),
-        read=max(sum(moved[rank].get("read", 0) for rank in ranks) for ranks in ranks_of),
-        written=max(sum(moved[rank].get("write", 0) for rank in ranks) for ranks in ranks_of),
-        sent=max(sum(_leaves(found.step.plans[place], place, beside, each) for place in ranks) for ranks in ranks_of),
+        read=max(sum(moved[twin[rank]].get("read", 0) for rank in ranks) for ranks in ranks_of),
+        written=max(sum(moved[twin[rank]].get("write", 0) for rank in ranks) for ranks in ranks_of),
+        sent=max(sum(_leaves(plans, place, beside, each) for place in ranks) for ranks in ranks_of),
         lane=lane,
         work=work,
         blocks=max(sum(blocks[place] for place in set(ranks)) for ranks in ranks_of),
     )
 
 
-def _leaves(plan: Plan, place: int, beside: int, each: int) -> int:
-    """Bytes that a rank sends to ranks of other hosts, but for its part of the norm."""
+def _leaves(plans: Plans, place: int, beside: int, each: int) -> int:
+    """Bytes that a rank sends to ranks of other hosts, but for its part of the norm: messages, and what leaves the host
+    of the collectives of a place that is on several."""
     here = place * beside // each
-    return sum(op.nbytes for op in plan.schedule.lanes["send"] if op.peer * beside // each != here)
+    messages = sum(n for peer, n in plans.sent(place).items() if peer * beside // each != here)
+    if beside <= each:
+        return messages
+    schedule = plans.figures(place).schedule
+    gathered = sum(op.nbytes for op in schedule.lanes["net"] if op.id.kind != "AN")
+    return messages + round(gathered * leaving(beside, beside // each, levels=False))

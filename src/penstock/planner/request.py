@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from penstock.config import Budget, Family, StreamConfig, Tier
-from penstock.config.step import SPLIT
+from penstock.config.step import IN_TURN, SPLIT
 from penstock.planner.phase_memory import arrays
 from penstock.planner.plan import Plan
 from penstock.planner.update_mode import check_update_mode, no_speculation
@@ -169,6 +169,11 @@ class Request(StreamConfig):
     def splits(self) -> bool:
         """True if backwards are run in two parts, where they can be."""
         return self.order in SPLIT
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if forwards and backwards of different micro-batches take turns."""
+        return self.order in IN_TURN
 
     @property
     def one_by_one(self) -> bool:

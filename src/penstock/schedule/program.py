@@ -140,6 +140,11 @@ class Dealt:
     besides: tuple[int, ...]
     partials: int
 
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """The stages that are this rank's, ascending."""
+        return tuple([stage for stage, rank in enumerate(self.of_stages) if rank == self.rank])
+
     def has(self, stage: int) -> bool:
         """True if a stage is this rank's."""
         return self.of_stages[stage] == self.rank

@@ -76,6 +76,10 @@ class StageTimes:
     orthogonal: float | None = None
     """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 
+    def of(self, stage: int) -> tuple[float, ...]:
+        """All that is known of one stage."""
+        return tuple(column[stage] for column in (self.forward, self.backward, self.weights, self.again) if column)
+
     def kept(self, stage: int) -> float:
         """Seconds of the backward of a call whose graph was kept: without what it computes again of the forward, and at
         least half of the whole, for two products of three."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.schedule.ir.ops import Op
 
 Pair = tuple[Lane, Lane]
@@ -33,3 +33,13 @@ class Costs:
     widths: Mapping[Lane, int] = field(default_factory=dict)
     interpreter: float = 0.0
     serial: bool = False
+
+    @property
+    def sharing(self) -> bool:
+        """True if lanes slow each other down, or ops of one lane."""
+        return not self.serial and bool(self.contention or any(width > 1 for width in self.widths.values()))
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ops that each lane keeps in flight."""
+        return [1 if self.serial else self.widths.get(lane, 1) for lane in LANES]

@@ -3,6 +3,11 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.config import TIERS, Tier
 from penstock.schedule.ir.lanes import Lane
@@ -25,14 +30,32 @@ class Timed:
     cause: Cause | None
 
 
+class Columns(NamedTuple):
+    """The times of all ops, those of one rank behind those of the other, each of shape (ops,) in float64. ``triggers``:
+    shape (ops, 3) in int32, what the op's lane stood idle for: the rank and the position of an op there, and the pool
+    that it gave a buffer back to or -1; -1 three times: nothing."""
+
+    starts: npt.NDArray[np.float64]
+    takes: npt.NDArray[np.float64]
+    ends: npt.NDArray[np.float64]
+    waits: npt.NDArray[np.float64]
+    triggers: npt.NDArray[np.int32]
+
+    @staticmethod
+    def empty(ops: int) -> "Columns":
+        """Of so many ops that have not run."""
+        starts, takes, ends, waits = np.zeros((4, ops))
+        return Columns(starts, takes, ends, waits, np.full((ops, 3), -1, dtype=np.int32))
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """A simulated world. Times are in the unit of the costs (seconds on a machine), one list per rank in the order of
     its schedule's ops.
 
     ``takes``: when each op takes its buffers, at its start or, a collective, when its rank arrives there.
-    ``alone``: what each op costs when nothing else runs. ``causes``: as ``Timed.cause``. ``serial``: a rank did one op
-    at a time, whatever the lane.
+    ``alone``: what each op costs when nothing else runs. ``triggers``: by op of all ranks, as of ``Columns``.
+    ``serial``: a rank did one op at a time, whatever the lane.
     """
 
     world: World
@@ -41,11 +64,39 @@ class Simulation:
     ends: tuple[list[float], ...]
     alone: tuple[list[float], ...]
     waits: tuple[list[float], ...]
-    causes: tuple[list[Cause | None], ...]
+    triggers: npt.NDArray[np.int32]
     serial: bool = False
+
+    @staticmethod
+    def of(world: World, columns: Columns, alone: Iterable[list[float]], *, serial: bool) -> "Simulation":
+        """A world whose ops ran as ``columns`` say. ``alone``: by rank, as of the simulation."""
+        cuts = list(pairwise(accumulate((len(schedule.ops) for schedule in world.ranks), initial=0)))
+        starts, takes, ends, waits = (tuple([column[a:b].tolist() for a, b in cuts]) for column in columns[:4])
+        return Simulation(
+            world=world,
+            starts=starts,
+            takes=takes,
+            ends=ends,
+            alone=tuple(alone),
+            waits=waits,
+            triggers=columns.triggers,
+            serial=serial,
+        )
 
     def __repr__(self) -> str:
         return f"<Simulation of {self.world!r}: time {self.time:.6g}, lower bound {self.lower_bound:.6g}>"
+
+    @cached_property
+    def causes(self) -> tuple[list[Cause | None], ...]:
+        """By rank and op, as ``Timed.cause``."""
+        rows = iter(self.triggers.tolist())
+        return tuple([self._cause(rank, *next(rows)) for _ in s.ops] for rank, s in enumerate(self.world.ranks))
+
+    def _cause(self, rank: int, by: int, op: int, pool: int) -> Cause | None:
+        if by < 0:
+            return None
+        there = self.world.ranks[by]
+        return Cause(there.ops[op].id, -1 if by == rank else by, "" if pool < 0 else there.pools[pool].name)
 
     @cached_property
     def time(self) -> float:
@@ -77,10 +128,17 @@ class Simulation:
 
     def work(self, rank: int) -> dict[Lane, float]:
         """Each lane's ops one after another, alone: the lane cannot be done sooner."""
-        sums: dict[Lane, float] = {}
-        for op, seconds in zip(self.world.ranks[rank].ops, self.alone[rank], strict=True):
-            sums[op.lane] = sums.get(op.lane, 0.0) + seconds
-        return sums
+        key = id(self.world.ranks[rank]), id(self.alone[rank])
+        if key not in self._works:
+            sums = self._works[key] = {}
+            for op, seconds in zip(self.world.ranks[rank].ops, self.alone[rank], strict=True):
+                sums[op.lane] = sums.get(op.lane, 0.0) + seconds
+        return dict(self._works[key])
+
+    @cached_property
+    def _works(self) -> dict[tuple[int, int], dict[Lane, float]]:
+        """``work`` by schedule and times, which ranks that do the same share."""
+        return {}
 
     @cached_property
     def lower_bound(self) -> float:

@@ -7,19 +7,22 @@ when the last one has.
 
 Lanes that slow each other down (``Costs.contention``, ``Costs.widths``) are a fluid: an op has work left, and a speed
 that changes whenever an op of its rank starts or ends.
+
+The events are run by native code where it is there (``library``), else here; they are the same, and so are the bits.
 """
 
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LANES
-from penstock.schedule.ir.references import answer_to
 from penstock.schedule.ir.worlds import World
-from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
-from penstock.sim.result import Simulation
-from penstock.sim.template import Template
+from penstock.sim.library import library
+from penstock.sim.result import Columns, Simulation
+from penstock.sim.template import Rank, ranks_of
 
 
 def simulate(world: World, costs: Costs | Sequence[Costs]) -> Simulation:
@@ -28,15 +31,25 @@ def simulate(world: World, costs: Costs | Sequence[Costs]) -> Simulation:
     Raises:
         ScheduleError: no rank can go on; says what the first lanes wait for.
     """
-    return _Run(world, [costs] * len(world.ranks) if isinstance(costs, Costs) else costs).run()
+    of_ranks = [costs] * len(world.ranks) if isinstance(costs, Costs) else costs
+    ranks, native = ranks_of(world, of_ranks), library()
+    found = None if native is None else native.run(world, ranks)
+    if found is None:  # which also says what is wrong with a world
+        found = in_python(world, ranks)
+    return Simulation.of(world, found, (rank.template.seconds for rank in ranks), serial=of_ranks[0].serial)
+
+
+def in_python(world: World, ranks: Sequence[Rank]) -> Columns:
+    """The events of a world, whose bits are those of native code; raises as ``simulate``."""
+    return _Run(world, ranks).run()
 
 
 class _Pace:
     """The pace of a rank's lanes: how many ops each keeps in flight, and how these slow each other."""
 
     def __init__(self, costs: Costs) -> None:
-        self.sharing = not costs.serial and bool(costs.contention or any(w > 1 for w in costs.widths.values()))
-        self.widths = [1 if costs.serial else costs.widths.get(lane, 1) for lane in LANES]
+        self.sharing = costs.sharing
+        self.widths = costs.in_flight
         self._slows = [[costs.contention.get((a, b), 0.0) for b in LANES] for a in LANES]
         self._speeds: dict[tuple[int, ...], list[float]] = {}  # by how many ops each lane has under way
 
@@ -44,20 +57,24 @@ class _Pace:
         """The speed of each lane's ops, with so many of each lane under way."""
         speeds = self._speeds.get(counts)
         if speeds is None:
-            speeds = self._speeds[counts] = [
-                1.0 / (n * (1.0 + sum(self._slows[lane][b] for b, m in enumerate(counts) if m and b != lane)))
-                if n
-                else 0.0
-                for lane, n in enumerate(counts)
-            ]
+            speeds = self._speeds[counts] = [self._speed(lane, counts) if n else 0.0 for lane, n in enumerate(counts)]
         return speeds
+
+    def _speed(self, lane: int, counts: tuple[int, ...]) -> float:
+        slower = 0.0  # one after the other: ``sum`` of Python 3.12 rounds once
+        for b, n in enumerate(counts):
+            if n and b != lane:
+                slower += self._slows[lane][b]
+        return 1.0 / (counts[lane] * (1.0 + slower))
 
 
 class _Rank:
     """The state of a rank while it runs. ``offset``: position of its first op among all ranks' ops."""
 
-    def __init__(self, index: int, offset: int, template: Template, pace: _Pace) -> None:
+    def __init__(self, index: int, offset: int, rank: Rank, pace: _Pace) -> None:
+        template = rank.template
         lanes = len(template.queues)
+        self.to = rank.to
         self.pace = pace
         self.index = index
         self.offset = offset
@@ -84,31 +101,24 @@ Trigger = tuple[_Rank, int, int]
 
 
 class _Run:
-    def __init__(self, world: World, costs: Sequence[Costs]) -> None:
-        assert len(costs) == len(world.ranks)
-        templates: dict[tuple[int, int], Template] = {}
-        paces = {id(own): _Pace(own) for own in costs}
+    def __init__(self, world: World, ranks: Sequence[Rank]) -> None:
+        paces = {id(rank.costs): _Pace(rank.costs) for rank in ranks}
         self.world = world
-        self.serial = costs[0].serial
         self.ranks: list[_Rank] = []
         total = 0
-        for index, (schedule, own) in enumerate(zip(world.ranks, costs, strict=True)):
-            key = id(schedule), id(own)
-            template = templates.get(key)
-            if template is None:
-                template = templates[key] = Template(schedule, own)
-            self.ranks.append(_Rank(index, total, template, paces[id(own)]))
-            total += len(template.ops)
+        for index, rank in enumerate(ranks):
+            self.ranks.append(_Rank(index, total, rank, paces[id(rank.costs)]))
+            total += len(rank.template.ops)
         self.starts = [0.0] * total
         self.takes = [0.0] * total
         self.ends = [0.0] * total
         self.waits = [0.0] * total
-        self.causes: list[Cause | None] = [None] * total
+        self.triggers: list[tuple[int, int, int]] = [(-1, -1, -1)] * total
         self.heap: list[tuple[float, int, int, int, int]] = []  # (time, sequence, rank, op or -1, version)
         self.sequence = 0
         self.waiting: dict[tuple[str, str], list[tuple[_Rank, int]]] = {}  # a collective's ranks that have arrived
 
-    def run(self) -> Simulation:
+    def run(self) -> Columns:
         for rank in self.ranks:
             for lane, queue in enumerate(rank.t.queues):
                 if queue:
@@ -174,7 +184,9 @@ class _Run:
         self.starts[at] = now
         if not rank.in_flight[lane] and now > rank.idle_since[lane]:
             self.waits[at] = now - rank.idle_since[lane]
-            self.causes[at] = None if trigger is None else self._cause(rank, trigger)
+            if trigger is not None:
+                other, j, pool = trigger
+                self.triggers[at] = other.index, j, pool
         rank.next[lane] += 1
         rank.in_flight[lane] += 1
         if rank.pace.sharing:
@@ -186,10 +198,6 @@ class _Run:
         else:
             self.sequence += 1
             heapq.heappush(self.heap, (now + rank.t.seconds[i], self.sequence, rank.index, i, 0))
-
-    def _cause(self, rank: _Rank, trigger: Trigger) -> Cause:
-        other, j, pool = trigger
-        return Cause(other.t.ops[j].id, -1 if other is rank else other.index, "" if pool < 0 else rank.t.names[pool])
 
     # ---- ending
 
@@ -224,8 +232,7 @@ class _Run:
             for pool in dict.fromkeys(gives):
                 for hungry in sorted(rank.starving.pop(pool, ())):
                     self._start_lane(rank, hungry, now, (rank, i, pool))
-        op = t.ops[i]
-        if op.peer >= 0 and op.lane == "send":
+        if t.channel[i] >= 0:
             self._deliver(rank, i, now)
 
     def _look(self, rank: _Rank, j: int, now: float, trigger: Trigger) -> None:
@@ -237,11 +244,11 @@ class _Run:
             self._start_lane(rank, lane, now, trigger)
 
     def _deliver(self, rank: _Rank, i: int, now: float) -> None:
-        op = rank.t.ops[i]
-        receiver = self.ranks[op.peer] if op.peer < len(self.ranks) else None
-        j = -1 if receiver is None else receiver.t.recvs.get((rank.index, answer_to(op.id)), -1)
-        if receiver is None or j < 0:
+        op, to = rank.t.ops[i], rank.to[rank.t.channel[i]]
+        j = -1 if to is None else self.ranks[to[0]].t.recvs[to[1]].get(op.id.micro_batch, -1)
+        if to is None or j < 0:
             raise ScheduleError(f"rank {rank.index}: op {op.id} sends to rank {op.peer}, which does not receive it")
+        receiver = self.ranks[to[0]]
         receiver.missing[j] -= 1
         if not receiver.missing[j]:
             self._look(receiver, j, now, (rank, i, -1))
@@ -305,15 +312,6 @@ class _Run:
         where = f"rank {rank.index} " if len(self.ranks) > 1 else ""
         return f"{where}{op.lane} {op.id} waits for {what}"
 
-    def _result(self) -> Simulation:
-        cuts = [(rank.offset, rank.offset + len(rank.t.ops)) for rank in self.ranks]
-        return Simulation(
-            world=self.world,
-            starts=tuple(self.starts[a:b] for a, b in cuts),
-            takes=tuple(self.takes[a:b] for a, b in cuts),
-            ends=tuple(self.ends[a:b] for a, b in cuts),
-            alone=tuple(rank.t.seconds for rank in self.ranks),
-            waits=tuple(self.waits[a:b] for a, b in cuts),
-            causes=tuple(self.causes[a:b] for a, b in cuts),
-            serial=self.serial,
-        )
+    def _result(self) -> Columns:
+        starts, takes, ends, waits = np.array([self.starts, self.takes, self.ends, self.waits])
+        return Columns(starts, takes, ends, waits, np.array(self.triggers, dtype=np.int32).reshape(-1, 3))

@@ -1,11 +1,13 @@
-"""A schedule as the simulator runs it: ops, lanes and pools as small integers. Ranks with one schedule share it."""
+"""A schedule as it is simulated: ops, lanes, pools and messages as small integers. Ranks with one schedule share it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.worlds import Channel, World, channel_of
 from penstock.sim.costs import Costs
 
 
@@ -19,8 +21,11 @@ class Template:
     | ``dependents[i]`` | ops that wait for it |
     | ``takes[i]``, ``gives[i]`` | pools, one entry for each buffer |
     | ``seconds[i]`` | time that it takes alone; of compute, with what others take of the interpreter |
+    | ``collective[i]`` | of a collective, its number in ``collectives``; -1 of others |
+    | ``channel[i]`` | of a send, the number in ``sent`` of what it is a message of; -1 of others |
 
-    ``recvs[peer, op]`` is the op that receives from that rank.
+    A message is known by its channel and its micro-batch. ``sent``, ``received``: channels that go out of the rank and
+    come in, each with its number; ``recvs[channel][micro_batch]``: the op that receives it.
 
     Raises:
         ScheduleError: an op that does not exist is waited for, a buffer or pool is not there, or a cost is no time.
@@ -46,9 +51,7 @@ class Template:
             self._hold_compute_up(costs.interpreter)
         self._link()
         self._buffers()
-        self.recvs: dict[tuple[int, str], int] = {(op.peer, op.id): i for i, op in enumerate(ops) if op.lane == "recv"}
-        for i in self.recvs.values():
-            self.missing[i] += 1
+        self._messages()
 
     def _hold_compute_up(self, interpreter: float) -> None:
         """Ops of other lanes cost the next op of compute in the schedule's order, which is about when they run; those
@@ -96,3 +99,52 @@ class Template:
         if name not in self.pools:
             raise ScheduleError(f"{taker} takes from pool {name}, which does not exist")
         return self.pools[name]
+
+    def _messages(self) -> None:
+        self.sent: dict[Channel, int] = {}
+        self.received: dict[Channel, int] = {}
+        self.recvs: list[dict[int, int]] = []
+        self.collectives: dict[tuple[str, str], int] = {}
+        self.channel, self.collective = [-1] * len(self.ops), [-1] * len(self.ops)
+        for i, op in enumerate(self.ops):
+            if op.group:
+                self.collective[i] = self.collectives.setdefault((op.group, op.id), len(self.collectives))
+            elif op.lane == "send":
+                self.channel[i] = self.sent.setdefault(channel_of(op), len(self.sent))
+            elif op.lane == "recv":
+                channel = self.received.setdefault(channel_of(op), len(self.received))
+                if channel == len(self.recvs):
+                    self.recvs.append({})
+                self.recvs[channel][op.id.micro_batch] = i
+                self.missing[i] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """A rank of a world as it is simulated. ``to``: by channel that goes out, the rank that receives it and the number
+    of the channel there; None: nobody does."""
+
+    template: Template
+    costs: Costs
+    to: Sequence[tuple[int, int] | None]
+
+
+def ranks_of(world: World, costs: Sequence[Costs]) -> list[Rank]:
+    """The ranks of a world, each with its costs; those with one schedule and costs share a template."""
+    templates: dict[tuple[int, int], Template] = {}
+    found: list[Template] = []
+    for schedule, own in zip(world.ranks, costs, strict=True):
+        key = id(schedule), id(own)
+        if key not in templates:
+            templates[key] = Template(schedule, own)
+        found.append(templates[key])
+    arrives: dict[tuple[int, Channel], tuple[int, int]] = {}
+    for rank, template in enumerate(found):
+        for channel, number in template.received.items():
+            arrives[rank, world.channel(rank, channel)] = rank, number
+    ranks: list[Rank] = []
+    for rank, (template, own) in enumerate(zip(found, costs, strict=True)):
+        channels = (world.channel(rank, channel) for channel in template.sent)
+        to = [arrives.get((channel.peer, channel._replace(peer=rank))) for channel in channels]
+        ranks.append(Rank(template=template, costs=own, to=to))
+    return ranks

@@ -10,9 +10,24 @@ Text form: a header, the groups, then one schedule for each rank. Ranks that do 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from penstock.schedule.ir.ops import Schedule
+from penstock.schedule.ir.ops import Op, Schedule
+
+
+class Channel(NamedTuple):
+    """A row of messages, one for each micro-batch, from a rank to a ``peer`` or the other way: what passes behind a
+    stage. ``what``: A, D or X, as in the ids of the ops that send and receive."""
+
+    what: str
+    stage: int
+    peer: int
+
+
+def channel_of(op: Op) -> Channel:
+    """The channel of a send or a recv, as its rank sees it."""
+    return Channel(op.id.kind[1], op.id.stage, op.peer)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -22,22 +37,31 @@ class World:
 
     A collective op waits for the ops of the same id on all ranks of its group. A ``send`` op of activation or gradient
     x to peer q meets the ``recv`` op of x from this rank on q: the recv starts when the send is done.
+
+    ``channels``: rank -> for a rank that does what another one does with other stages and peers, and has that one's
+    schedule here, its own channel of each channel there. Such a world is for the simulator alone.
     """
 
     name: str
     ranks: tuple[Schedule, ...]
     groups: Mapping[str, tuple[int, ...]]
+    channels: Mapping[int, Mapping[Channel, Channel]] = field(default_factory=dict)
 
     @staticmethod
     def of(schedule: Schedule) -> "World":
         """A world of one rank."""
         return World(name=schedule.name, ranks=(schedule,), groups={})
 
+    def channel(self, rank: int, there: Channel) -> Channel:
+        """The rank's own channel of one in its schedule."""
+        return self.channels[rank][there] if rank in self.channels else there
+
     def __repr__(self) -> str:
         """``str`` is the text form, which may be long."""
         return f"<World {self.name}: {len(self.ranks)} ranks, {sum(len(s.ops) for s in self.ranks)} ops>"
 
     def __str__(self) -> str:
+        assert not self.channels, "ranks have others' schedules"
         if len(self.ranks) == 1 and not self.groups:
             return str(self.ranks[0])
         return "\n".join(self._lines()) + "\n"

@@ -75,13 +75,18 @@ def received_before(program: Program, kind: str, stage: int, micro_batches: Sequ
     outputs = [one for one in _made(program, dealt, "F", stage - 1) if one.what == "A"]
     besides, ahead = list[_Made](), 0
     if dealt.rank and dealt.besides[stage]:
-        between = dealt.of_stages[stage - 1 :: -1].index(0)
-        besides = [_Made("X", stage, 0, dealt.rank)]
-        ahead = between if _at_once(dealt, stage - between - 1, stage) else 0
+        besides, ahead = [_Made("X", stage, 0, dealt.rank)], ahead_of_outputs(dealt, stage)
     count = len(micro_batches)
     for i in range(count + ahead):
         yield from (one.received(micro_batches[i]) for one in besides if i < count)
         yield from (one.received(micro_batches[i - ahead]) for one in outputs if i >= ahead)
+
+
+def ahead_of_outputs(dealt: Dealt, stage: int) -> int:
+    """The number of micro-batches by which what rank 0 sends to a stage's rank besides is ahead of the stage's input,
+    vertically."""
+    between = dealt.of_stages[stage - 1 :: -1].index(0)
+    return between if _at_once(dealt, stage - between - 1, stage) else 0
 
 
 def _at_once(dealt: Dealt, first: int, stage: int) -> bool:

@@ -1,0 +1,158 @@
+"""The simulation in native code: the events of ``simulate``, with the same bits.
+
+``_simulate.so`` beside this file does it (``native/``, built by CMake), without Python's lock. Where there is none,
+``simulate`` runs the events itself. That makes no difference to what is simulated, so nothing is said.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.native import address, load
+from penstock.schedule.ir.lanes import LANES
+from penstock.schedule.ir.worlds import World
+from penstock.sim.costs import Costs
+from penstock.sim.result import Columns
+from penstock.sim.template import Rank, Template
+
+ABI = 1  # penstock_abi() in native/simulate.cpp
+PATH = Path(__file__).with_name("_simulate.so")
+Numbers = npt.NDArray[np.int32] | npt.NDArray[np.float64]
+
+
+_Kind = type[ctypes.c_int64] | type[ctypes.c_void_p]
+
+
+def _fields(*names: str, kind: _Kind = ctypes.c_void_p) -> list[tuple[str, _Kind]]:
+    return [(name, kind) for name in names]
+
+
+class _Schedule(ctypes.Structure):
+    """``struct Schedule`` of ``native/simulate.cpp``; of each of its lists where they begin, and their values."""
+
+    _fields_ = [
+        *_fields("ops", "lanes", "pools", kind=ctypes.c_int64),
+        *_fields("lane", "missing", "collective", "channel", "micro_batch", "free", "seconds"),
+        *_fields("queues_at", "queues", "dependents_at", "dependents", "takes_at", "takes", "gives_at", "gives"),
+        *_fields("recvs_at", "recvs"),
+    ]
+
+
+class _Costs(ctypes.Structure):
+    """``struct Costs``."""
+
+    _fields_ = [*_fields("sharing", kind=ctypes.c_int64), *_fields("widths", "slows")]
+
+
+class _Place(ctypes.Structure):
+    """``struct Place``."""
+
+    _fields_ = [*_fields("schedule", "costs", kind=ctypes.c_int64), *_fields("to")]
+
+
+class _World(ctypes.Structure):
+    """``struct World``."""
+
+    _fields_ = [
+        *_fields("schedule_count", "cost_count", "rank_count", "collective_count", kind=ctypes.c_int64),
+        *_fields("schedules", "costs", "ranks", "members"),
+        *_fields("starts", "takes", "ends", "waits", "causes"),
+    ]
+
+
+class _Kept:
+    """Arrays whose addresses native code has, kept as long as this is."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Numbers] = []
+
+    def numbers(self, values: Sequence[int]) -> int:
+        return self._address(np.array(values, dtype=np.int32))
+
+    def floats(self, values: Sequence[float]) -> int:
+        return self._address(np.array(values, dtype=np.float64))
+
+    def lists(self, lists: Sequence[Iterable[int]]) -> tuple[int, int]:
+        values = [value for one in lists for value in one]
+        begins = [0, *np.cumsum([len(tuple(one)) for one in lists], dtype=np.int64).tolist()]
+        return self.numbers(begins), self.numbers(values)
+
+    def _address(self, array: Numbers) -> int:
+        self._arrays.append(array)
+        return address(array)
+
+
+class Library:
+    """The library of this installation."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        OSError: there is none, or another version's.
+        """
+        self._calls = load(path, ABI)
+        self._calls.penstock_simulate.argtypes = (ctypes.POINTER(_World),)
+        self._calls.penstock_simulate.restype = ctypes.c_int64
+
+    def run(self, world: World, ranks: Sequence[Rank]) -> Columns | None:
+        """One step of every rank. None: no rank can go on, or a message is lost, or there is no memory for it."""
+        kept = _Kept()
+        schedules = {id(rank.template): rank.template for rank in ranks}
+        costs = {id(rank.costs): rank.costs for rank in ranks}
+        met: dict[tuple[str, str], int] = {}
+        for template in schedules.values():
+            for key in template.collectives:
+                met.setdefault(key, len(met))
+        numbers = {key: n for n, key in enumerate(schedules)}, {key: n for n, key in enumerate(costs)}
+        places = [
+            _Place(
+                numbers[0][id(rank.template)],
+                numbers[1][id(rank.costs)],
+                kept.numbers([number for to in rank.to for number in to or (-1, -1)]),
+            )
+            for rank in ranks
+        ]
+        columns = Columns.empty(sum(len(rank.template.ops) for rank in ranks))
+        made = [_schedule(kept, template, met) for template in schedules.values()]
+        paces = [_costs(kept, one) for one in costs.values()]
+        tables = (_Schedule * len(made))(*made), (_Costs * len(paces))(*paces), (_Place * len(places))(*places)
+        asked = _World(
+            *(len(made), len(paces), len(places), len(met)),
+            *(ctypes.addressof(table) for table in tables),
+            kept.numbers([len(world.groups[group]) for group, _ in met]),
+            *(address(column) for column in columns),
+        )
+        return columns if self._calls.penstock_simulate(ctypes.byref(asked)) == 1 else None
+
+
+def _schedule(kept: _Kept, t: Template, met: Mapping[tuple[str, str], int]) -> _Schedule:
+    own = [met[key] for key in t.collectives]
+    recvs = [[i for _, i in sorted(channel.items())] for channel in t.recvs]
+    return _Schedule(
+        *(len(t.ops), len(t.queues), len(t.free)),
+        kept.numbers(t.lane),
+        kept.numbers(t.missing),
+        kept.numbers([-1 if n < 0 else own[n] for n in t.collective]),
+        kept.numbers(t.channel),
+        kept.numbers([op.id.micro_batch for op in t.ops]),
+        kept.numbers(t.free),
+        kept.floats(t.seconds),
+        *(part for lists in (t.queues, t.dependents, t.takes, t.gives, recvs) for part in kept.lists(lists)),
+    )
+
+
+def _costs(kept: _Kept, costs: Costs) -> _Costs:
+    slows = [costs.contention.get((a, b), 0.0) for a in LANES for b in LANES]
+    return _Costs(costs.sharing, kept.numbers(costs.in_flight), kept.floats(slows))
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library; None: it is not there."""
+    try:
+        return Library(PATH)
+    except OSError:
+        return None

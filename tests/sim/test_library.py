@@ -1,0 +1,125 @@
+"""Events in native code are those in Python, to the bit; and what is wrong with a world is said in the same words."""
+
+import re
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ir.lanes import LANES
+from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.text import parse_world
+from penstock.schedule.ir.worlds import World
+from penstock.schedule.lower.families import build
+from penstock.schedule.lower.request import FamilyRequest
+from penstock.schedule.lower.seat import streaming_seat
+from penstock.sim import simulate as simulation
+from penstock.sim.costs import Costs
+from penstock.sim.library import Library, library
+from penstock.sim.simulate import in_python, simulate
+from penstock.sim.template import ranks_of
+from tests.programs import random_case
+from tests.schedule.test_families import requests
+
+
+@pytest.fixture(scope="module")
+def native() -> Library:
+    found = library()
+    assert found is not None, "it is built with the other native libraries: pip install -e ."
+    return found
+
+
+def random_costs(rng: Random, *, serial: bool = False) -> Costs:
+    """Of a machine whose lanes slow each other, keep several ops in flight, or neither. Many ops end together, or would
+    but for rounding."""
+    some, times = (0.0, 0.1, 0.3, 0.7), dict[str, float]()
+
+    often = rng.choice((0.5, 1.0))
+
+    def seconds(op: Op) -> float:
+        return times.setdefault(op.id, rng.choice(some) if rng.random() < often else rng.random())
+
+    lanes, slows = rng.sample(LANES, k=rng.choice((0, 3, 6))), rng.choice((0.1, 0.5, None))
+    return Costs(
+        name="any",
+        seconds=seconds,
+        contention={(a, b): slows or rng.random() for a in lanes for b in lanes if a != b and rng.random() < 0.7},
+        widths={lane: rng.randint(1, 4) for lane in rng.sample(LANES, k=rng.choice((0, 2)))},
+        interpreter=rng.choice((0.0, 0.01)),
+        serial=serial,
+    )
+
+
+def check_same(native: Library, world: World, rng: Random, *, serial: bool = False) -> None:
+    """On ranks of two kinds."""
+    several = [random_costs(rng, serial=serial) for _ in range(2)]
+    ranks = ranks_of(world, [rng.choice(several) for _ in world.ranks])
+    found, wanted = native.run(world, ranks), in_python(world, ranks)
+    assert found is not None
+    for own, theirs in zip(found, wanted, strict=True):
+        assert np.array_equal(own, theirs)
+
+
+@given(request=requests(), seed=st.integers(0, 2**32 - 1), serial=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_ranks_that_compute_whole_layers_run_as_in_python(
+    native: Library, request: FamilyRequest, seed: int, *, serial: bool
+) -> None:
+    check_same(native, build(request), Random(seed), serial=serial)
+
+
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_ranks_that_stream_run_as_in_python(native: Library, seed: int, ranks: int) -> None:
+    case = random_case(seed) if ranks == 1 else random_case(seed).shared_by(ranks)
+    check_same(native, streaming_seat(ranks, case.settings.stage).world(case.build()), Random(seed))
+
+
+DEADLOCK = """world w ranks 2
+rank 0
+schedule s micro-batches 1 chunk 0
+RD1m0 peer 1
+SA0m0 peer 1
+F0m0 after RD1m0
+rank 1
+schedule s micro-batches 1 chunk 0
+RA0m0 peer 0
+F1m0 after RA0m0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (DEADLOCK, "deadlock: rank 0 compute F0m0 waits for op RD1m0; rank 0 recv RD1m0 waits for rank 1 to send it"),
+        (DEADLOCK.replace("peer 0", "peer 1"), "rank 0: op SA0m0 sends to rank 1, which does not receive it"),
+        (DEADLOCK.replace("SA0m0 peer 1", "SA0m0 peer 7"), "rank 0: op SA0m0 sends to rank 7, which does not"),
+        (DEADLOCK.replace("RA0m0 peer 0\n", "RA0m1 peer 0\n").replace("RA0m0", "RA0m1"), "op SA0m0 sends to rank 1"),
+    ],
+)
+def test_what_is_wrong_with_a_world_is_said(native: Library, text: str, says: str) -> None:
+    world, costs = parse_world(text), Costs(name="one", seconds=lambda _: 1.0)
+    assert native.run(world, ranks_of(world, [costs] * 2)) is None
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        simulate(world, costs)
+
+
+def test_without_the_library_a_simulation_is_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="is not built"):
+        Library(tmp_path / "_simulate.so")
+    world, costs = World.of(random_case(3).build()), random_costs(Random(3))
+    wanted = simulate(world, costs)
+    monkeypatch.setattr(simulation, "library", lambda: None)
+    found = simulate(world, costs)
+    assert (found.starts, found.takes, found.ends, found.waits) == (
+        wanted.starts,
+        wanted.takes,
+        wanted.ends,
+        wanted.waits,
+    )
+    assert found.causes == wanted.causes
+    assert any(found.causes[0])
