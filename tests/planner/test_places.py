@@ -10,7 +10,8 @@ import pytest
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Machine, Network
 from penstock.planner import dealt
-from penstock.planner.dealt import Pace, preferred
+from penstock.planner.dealt import Pace, plans_of, preferred
+from penstock.planner.fit import fit
 from penstock.planner.pipelines import pipeline, simulated
 from penstock.planner.places import Asked, Places, Plans
 from penstock.planner.request import Request
@@ -143,6 +144,62 @@ def test_ranks_that_take_turns_have_no_twins() -> None:
     everyone, pace = random_pipeline(3, "1f1b")
     places = Places(everyone, pace)
     assert places.firsts == list(range(len(everyone)))
+
+
+def pipeline_with_a_rank_for_itself(case: str) -> list[Asked]:
+    """The ranks of a pipeline of which 1 to 3 have a large block and a small one each, and rank 2 besides what the
+    ``case`` says."""
+    whole = uniform_program(7, block=ALIGN, embedding=ALIGN, head=ALIGN, splits=False)
+    groups, stages = list(whole.groups), list(whole.stages)
+    of_stages, own = (0, 1, 2, 3, 1, 2, 3, 0, 0), {k: k + 1 for k in range(1, 8)}
+    shares = case == "one group for two stages"
+    if case == "groups in another order":
+        own |= {2: own[5], 5: own[2]}
+    for k, g in own.items():
+        groups[g] = replace(groups[g], trainable=(64 if k < 4 or shares else 16) * ALIGN)
+    if shares:
+        own[5] = own[2]
+    for k, g in own.items():
+        stages[k] = replace(stages[k], forward_reads=(g,), backward_reads=(g,), gradients=(g,), activation=10 * ALIGN)
+    if case == "a stage that trains nothing":
+        stages[5] = replace(stages[5], gradients=())
+    holders = [0, 0, *(of_stages[g - 1] for g in range(2, 9))]
+    if case == "groups in another order":
+        holders[3], holders[6] = 2, 2
+    if case == "a group that no stage uses":
+        groups.append(replace(groups[2], index=len(groups), name="unused"))
+        holders.append(2)
+    programs = programs_of_ranks(
+        replace(whole, groups=tuple(groups), stages=tuple(stages)), of_stages, 4, holders=holders
+    )
+    request = Request(
+        program=programs[0],
+        budget=Budget(device="8MiB", host=4600 << 10, disk="store", durability="interval"),
+        form=Format.of("bf16", 2),
+        micro_batches=2,
+        wait=True,
+        inputs=4096,
+        ranks=2,
+    )
+    return [Asked(request=replace(request, program=program)) for program in programs]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nothing",
+        "a group that no stage uses",
+        "one group for two stages",
+        "groups in another order",
+        "a stage that trains nothing",
+    ],
+)
+def test_ranks_are_alike_only_if_their_groups_are(case: str) -> None:
+    everyone = pipeline_with_a_rank_for_itself(case)
+    plans = plans_of(everyone)
+    for one, plan in zip(everyone, plans, strict=True):
+        assert str(plan.schedule) == str(fit(one.request).schedule)
+    assert (Places(everyone).like[2] == 1) == (case == "nothing")
 
 
 def test_a_search_goes_by_the_simulation_that_each_rank_alone_would_have_had() -> None:

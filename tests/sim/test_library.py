@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.lanes import LANES
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.ops import Op, Schedule
+from penstock.schedule.ir.references import stage_op
 from penstock.schedule.ir.text import parse_world
 from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
@@ -22,6 +23,7 @@ from penstock.sim.costs import Costs
 from penstock.sim.library import Library, library
 from penstock.sim.simulate import in_python, simulate
 from penstock.sim.template import ranks_of
+from tests.documented import ROOT
 from tests.programs import random_case
 from tests.schedule.test_families import requests
 
@@ -106,6 +108,47 @@ def test_what_is_wrong_with_a_world_is_said(native: Library, text: str, says: st
     assert native.run(world, ranks_of(world, [costs] * 2)) is None
     with pytest.raises(ScheduleError, match=re.escape(says)):
         simulate(world, costs)
+
+
+LONG = 4_000_000_000
+"""A number that a file may have, and 32 bits do not hold."""
+
+
+@pytest.mark.parametrize("micro_batch", [0, LONG])
+@pytest.mark.parametrize("buffers", [1, LONG, (1 << 32) + 1])
+def test_numbers_of_more_than_32_bits_are_those_of_the_file(native: Library, micro_batch: int, buffers: int) -> None:
+    """Two ops run beside each other where there are buffers for both."""
+    text = f"""schedule s micro-batches {LONG + 1} chunk 0
+pool p device {buffers} x 1
+RC0m{micro_batch} take A=p give A
+UC0m{micro_batch} take B=p give B
+"""
+    world, costs = parse_world(text), Costs(name="one", seconds=lambda _: 1.0)
+    assert (native.run(world, ranks_of(world, [costs])) is None) == (LONG in (micro_batch, buffers) or buffers > LONG)
+    assert sorted(simulate(world, costs).starts[0]) == [0.0, 0.0 if buffers > 1 else 1.0]
+
+
+def test_as_many_ops_of_a_lane_are_under_way_as_it_is_wide(native: Library) -> None:
+    """Also where they are more than 16 bits count. All reads wait for one forward."""
+    reads = (1 << 15) + 1000
+    first = stage_op("F", 0, 0)
+    ops = [Op(id=first), *(Op(id=stage_op("RC", 0, m), after=(first,)) for m in range(reads))]
+    world = World.of(Schedule(name="wide", micro_batches=reads, chunk=0, pools=(), ops=tuple(ops)))
+    ranks = ranks_of(world, [Costs(name="one", seconds=lambda _: 1.0, widths={"read": reads})])
+    found, wanted = native.run(world, ranks), in_python(world, ranks)
+    assert found is not None
+    assert np.array_equal(found.ends, wanted.ends)
+    assert found.ends[1] == pytest.approx(1 + reads)
+
+
+def test_native_code_has_all_lanes() -> None:
+    source = (ROOT / "src/penstock/sim/native/simulate.cpp").read_text()
+    assert re.findall(r"constexpr int LANES = (\d+);", source) == [str(len(LANES))]
+
+
+def test_simulations_of_one_world_are_equal() -> None:
+    world, costs = World.of(random_case(3).build()), random_costs(Random(3))
+    assert simulate(world, costs) == simulate(world, costs)
 
 
 def test_without_the_library_a_simulation_is_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

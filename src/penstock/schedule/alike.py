@@ -24,13 +24,21 @@ def own_stages(program: Program) -> list[Stage]:
 
 
 def likeness(program: Program) -> object:
-    """A key of what decides about the plan of a rank: its stages in their order, and what crosses around them."""
+    """A key of what decides about the plan of a rank: its groups in their order, also those that no stage uses; its
+    stages in theirs, with what each does with which of these; and what crosses around them."""
     dealt = program.dealt
     assert dealt is not None
-    return tuple(
+    held = [group for group in program.groups if group.numel]
+    number = {group.index: n for n, group in enumerate(held)}
+
+    def renumbered(stage: Stage) -> Stage:
+        uses = (stage.forward_reads, stage.backward_reads, stage.gradients)
+        reads, back, made = (tuple([number[g] for g in use if g in number]) for use in uses)
+        return replace(stage, index=0, name="", forward_reads=reads, backward_reads=back, gradients=made)
+
+    return tuple(replace(group, index=0, name="") for group in held), tuple(
         (
-            replace(stage, index=0, name="", forward_reads=(), backward_reads=(), gradients=()),
-            tuple(replace(program.groups[g], index=0, name="") for g in stage.groups),
+            renumbered(stage),
             k > 0 and dealt.crosses(k - 1),
             dealt.crosses(k),
             dealt.besides[k],

@@ -8,6 +8,7 @@ import ctypes
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from penstock.sim.template import Rank, Template
 
 ABI = 1  # penstock_abi() in native/simulate.cpp
 PATH = Path(__file__).with_name("_simulate.so")
+_MOST = 1 << 30
+"""A larger number is run in Python. A pool's is that of its free buffers, to which those are added that are held when
+the step starts."""
 Numbers = npt.NDArray[np.int32] | npt.NDArray[np.float64]
 
 
@@ -65,13 +69,19 @@ class _World(ctypes.Structure):
 
 
 class _Kept:
-    """Arrays whose addresses native code has, kept as long as this is."""
+    """Arrays and tables whose addresses native code has, kept as long as this is."""
 
     def __init__(self) -> None:
-        self._arrays: list[Numbers] = []
+        self._kept: list[Numbers | ctypes.Array[Any]] = []
 
     def numbers(self, values: Sequence[int]) -> int:
-        return self._address(np.array(values, dtype=np.int32))
+        """Raises:
+        OverflowError: one of them is larger than ``_MOST``.
+        """
+        found = np.array(values, dtype=np.int64)
+        if found.size and not -_MOST <= found.min() <= found.max() <= _MOST:
+            raise OverflowError
+        return self._address(found.astype(np.int32))
 
     def floats(self, values: Sequence[float]) -> int:
         return self._address(np.array(values, dtype=np.float64))
@@ -81,8 +91,12 @@ class _Kept:
         begins = [0, *np.cumsum([len(tuple(one)) for one in lists], dtype=np.int64).tolist()]
         return self.numbers(begins), self.numbers(values)
 
+    def table(self, rows: Sequence[ctypes.Structure], kind: type[ctypes.Structure]) -> int:
+        self._kept.append(made := (kind * len(rows))(*rows))
+        return ctypes.addressof(made)
+
     def _address(self, array: Numbers) -> int:
-        self._arrays.append(array)
+        self._kept.append(array)
         return address(array)
 
 
@@ -98,34 +112,40 @@ class Library:
         self._calls.penstock_simulate.restype = ctypes.c_int64
 
     def run(self, world: World, ranks: Sequence[Rank]) -> Columns | None:
-        """One step of every rank. None: no rank can go on, or a message is lost, or there is no memory for it."""
-        kept = _Kept()
-        schedules = {id(rank.template): rank.template for rank in ranks}
-        costs = {id(rank.costs): rank.costs for rank in ranks}
-        met: dict[tuple[str, str], int] = {}
-        for template in schedules.values():
-            for key in template.collectives:
-                met.setdefault(key, len(met))
-        numbers = {key: n for n, key in enumerate(schedules)}, {key: n for n, key in enumerate(costs)}
-        places = [
-            _Place(
-                numbers[0][id(rank.template)],
-                numbers[1][id(rank.costs)],
-                kept.numbers([number for to in rank.to for number in to or (-1, -1)]),
-            )
-            for rank in ranks
-        ]
-        columns = Columns.empty(sum(len(rank.template.ops) for rank in ranks))
-        made = [_schedule(kept, template, met) for template in schedules.values()]
-        paces = [_costs(kept, one) for one in costs.values()]
-        tables = (_Schedule * len(made))(*made), (_Costs * len(paces))(*paces), (_Place * len(places))(*places)
-        asked = _World(
-            *(len(made), len(paces), len(places), len(met)),
-            *(ctypes.addressof(table) for table in tables),
-            kept.numbers([len(world.groups[group]) for group, _ in met]),
-            *(address(column) for column in columns),
-        )
+        """One step of every rank. None: no rank can go on, or a message is lost, or there is no memory for it; or a
+        pool has more buffers, or a micro-batch a higher number, than native code counts."""
+        kept, columns = _Kept(), Columns.empty(sum(len(rank.template.ops) for rank in ranks))
+        try:
+            asked = _world(kept, world, ranks, columns)
+        except OverflowError:
+            return None
         return columns if self._calls.penstock_simulate(ctypes.byref(asked)) == 1 else None
+
+
+def _world(kept: _Kept, world: World, ranks: Sequence[Rank], columns: Columns) -> _World:
+    schedules = {id(rank.template): rank.template for rank in ranks}
+    costs = {id(rank.costs): rank.costs for rank in ranks}
+    met: dict[tuple[str, str], int] = {}
+    for template in schedules.values():
+        for key in template.collectives:
+            met.setdefault(key, len(met))
+    numbers = {key: n for n, key in enumerate(schedules)}, {key: n for n, key in enumerate(costs)}
+    places = [
+        _Place(
+            numbers[0][id(rank.template)],
+            numbers[1][id(rank.costs)],
+            kept.numbers([number for to in rank.to for number in to or (-1, -1)]),
+        )
+        for rank in ranks
+    ]
+    made = [_schedule(kept, template, met) for template in schedules.values()]
+    paces = [_costs(kept, one) for one in costs.values()]
+    return _World(
+        *(len(made), len(paces), len(places), len(met)),
+        *(kept.table(made, _Schedule), kept.table(paces, _Costs), kept.table(places, _Place)),
+        kept.numbers([len(world.groups[group]) for group, _ in met]),
+        *(address(column) for column in columns),
+    )
 
 
 def _schedule(kept: _Kept, t: Template, met: Mapping[tuple[str, str], int]) -> _Schedule:

@@ -1,7 +1,7 @@
 """The result of a simulation: every op's start and end, and what follows from them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class Simulation:
     ends: tuple[list[float], ...]
     alone: tuple[list[float], ...]
     waits: tuple[list[float], ...]
-    triggers: npt.NDArray[np.int32]
+    triggers: npt.NDArray[np.int32] = field(compare=False)  # numpy's == is by element
     serial: bool = False
 
     @staticmethod

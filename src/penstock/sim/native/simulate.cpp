@@ -74,7 +74,7 @@ struct World {
     Trigger* causes;
 };
 
-using Counts = std::array<int16_t, LANES>;
+using Counts = std::array<int32_t, LANES>;
 using Speeds = std::array<double, LANES>;
 
 class Pace {
@@ -300,7 +300,7 @@ private:
     // ---- lanes that share
 
     static void count(Rank& rank, int lane, int more) {
-        rank.counts[lane] = static_cast<int16_t>(rank.counts[lane] + more);
+        rank.counts[lane] += more;
         rank.speeds = nullptr;
     }
 
