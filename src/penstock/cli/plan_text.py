@@ -50,8 +50,6 @@ _STAGES: dict[ZeroStage, str] = {
     2: "that share its state (stage 2: they gather weights once a step)",
     3: "that share its state (stage 3: they gather weights for each use)",
 }
-
-
 _CROSSING_ONCE = "that share its state (stage 3: they gather weights for each use, between hosts once a step)"
 
 
@@ -98,11 +96,10 @@ def _head(f: Forecast) -> Iterator[str]:
 
 
 def _ranks(task: Task, settings: Settings) -> str:
-    if settings.secondary:
-        return f"{task.ranks} ranks {_CROSSING_ONCE}"
+    how = _CROSSING_ONCE if settings.secondary else _STAGES[settings.stage]
     if task.copies == 1:
-        return f"{task.ranks} ranks {_STAGES[settings.stage]}"
-    return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {_STAGES[settings.stage]}"
+        return f"{task.ranks} ranks {how}"
+    return f"{task.copies} times {task.ranks} ranks, each with a copy of the state, {how}"
 
 
 def _step(f: Forecast) -> Iterator[str]:

@@ -30,7 +30,7 @@ DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
 
-class _SizeError(BudgetError):
+class SizeError(BudgetError):
     """A tier has too little room for a step."""
 
     @property
@@ -42,12 +42,17 @@ class _SizeError(BudgetError):
         return str(self.args[0])
 
 
-class DeviceSizeError(_SizeError):
+class DeviceSizeError(SizeError):
     """The device has too little room for a step, whatever the other tiers have."""
 
 
-class HostSizeError(_SizeError):
+class HostSizeError(SizeError):
     """Host memory has too little room for a step that the device has room for."""
+
+
+def nearest(one: SizeError, other: SizeError) -> SizeError:
+    """Of two refusals the one that asks for least: of memory on the device only if both do."""
+    return min(other, one, key=lambda error: (isinstance(error, DeviceSizeError), error.least))
 
 
 def fit(request: Request, keep: Placement | None = None) -> Plan:

@@ -9,15 +9,7 @@ from itertools import product
 from penstock.config import format_size
 from penstock.errors import BudgetError
 from penstock.hardware.drives import together
-from penstock.planner.fit import (
-    DEVICE_DEPTHS,
-    DeviceSizeError,
-    HostSizeError,
-    base_placement,
-    fitted,
-    settings_of,
-    with_keep,
-)
+from penstock.planner.fit import DEVICE_DEPTHS, SizeError, base_placement, fitted, nearest, settings_of, with_keep
 from penstock.planner.phase_costs import PhaseCosts, Prices
 from penstock.planner.placement_lp import PlacementLP, Shares
 from penstock.planner.probes import Probes
@@ -235,15 +227,9 @@ class Proposals:
         for request in requests:
             try:
                 settings = fitted(request, best=False)
-            except DeviceSizeError as error:  # another request may be the one that takes least there, or have room
-                if refusal is None or (isinstance(refusal, DeviceSizeError) and error.least < refusal.least):
-                    refusal = error
-                continue
-            except HostSizeError as error:  # as above, of what the device has room for
-                if isinstance(refusal, DeviceSizeError | None) or (
-                    isinstance(refusal, HostSizeError) and error.least < refusal.least
-                ):
-                    refusal = error
+            except SizeError as error:
+                if refusal is None or isinstance(refusal, SizeError):
+                    refusal = nearest(error, refusal or error)
                 continue
             if request.exceeded(settings, self.q.disk_free) is not None:
                 refusal = BudgetError(_too_little_disk(request, settings, self.q.disk_free))

@@ -1,11 +1,12 @@
 """The simulation in native code: the events of ``simulate``, with the same bits.
 
 ``_simulate.so`` beside this file does it (``native/``, built by CMake), without Python's lock. Where there is none,
-``simulate`` runs the events itself. That makes no difference to what is simulated, so nothing is said.
+``simulate`` runs the events itself, which a warning says: it takes longer, and gives the same.
 """
 
 import ctypes
 import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.native import address, load
+from penstock.native import HOW_TO_BUILD, address, load
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.worlds import World
 from penstock.sim.costs import Costs
 from penstock.sim.result import Columns
 from penstock.sim.template import Rank, Template
+
+log = logging.getLogger("penstock")
 
 ABI = 1  # penstock_abi() in native/simulate.cpp
 PATH = Path(__file__).with_name("_simulate.so")
@@ -174,5 +177,6 @@ def library() -> Library | None:
     """The library; None: it is not there."""
     try:
         return Library(PATH)
-    except OSError:
+    except OSError as error:
+        log.warning("plans of many ranks take long, as Python simulates them: %s; %s", error, HOW_TO_BUILD)
         return None

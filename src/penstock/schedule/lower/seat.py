@@ -116,8 +116,7 @@ class Seat:
 
     @property
     def crossed(self) -> int:
-        """Shares that a group's weights have where each of the ranks of a host, or a rank that is alone there, has one
-        once they have crossed between hosts."""
+        """The number of ranks of a host that have all of a group's weights together once these have crossed."""
         return self.near.size if self.hosts.size > 1 else 1
 
     @property

@@ -171,7 +171,7 @@ class Needs:
 
     @property
     def crossed(self) -> int:
-        """Shares of a group's weights that the ranks of a host have once these have crossed between hosts."""
+        """The number of ranks of a host that have all of a group's weights together once these have crossed."""
         return self.on_host if self.hosts > 1 else 1
 
     @property
