@@ -14,6 +14,7 @@ What happens when is the machine's to say (``fate``); here is how each action is
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class Attempt:
     before: ModulesBefore
     """the model's buffers and plain attributes, from before the step"""
     flops: float
-    """FLOP that the model computes in it, on all ranks"""
+    """FLOP that this rank computes of the model in it"""
     began: float
     """in ``perf_counter`` seconds"""
     origin: float
@@ -220,11 +221,14 @@ class Attempt:
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
         totals = runner.totals() if self._spent is None else runner.totals() + self._spent
         hypers = context.update.hypers
+        tokens = sum(batch.tokens(mb) for mb in self.micro_batches)
+        own = self.flops, tokens, batch.weighted(self.loss_weights, self.losses)
+        told = ranks.gather_objects("figures of the step", own)
         self.stats = StepStats(
             step=context.step,
-            loss=batch.mean_loss(self.loss_weights, self.losses, ranks),
+            loss=batch.mean_loss(terms for *_, terms in told),
             grad_norm=context.norm,
-            tokens=sum(ranks.gather_objects("tokens", sum(batch.tokens(mb) for mb in self.micro_batches))),
+            tokens=sum(tokens for _, tokens, _ in told),
             seconds=time.perf_counter() - self.began,
             lr=float(hypers[0].lr) if hypers else 0.0,
             clipped=context.clip is not None and not self.skipped and context.norm > context.clip,
@@ -232,7 +236,7 @@ class Attempt:
             repeats=self.repeats,
             non_finite=None if self.non_finite is None else str(self.non_finite),
             loss_scale=context.loss_scale,
-            flops=self.flops,
+            flops=math.fsum(flops for flops, *_ in told),
             bytes_moved=dict(totals.moved),
             lane_seconds=dict(totals.busy),
             peak_bytes=dict(runner.pools.peak),

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -266,10 +266,14 @@ def given_weights(
     return None
 
 
-def mean_loss(weights: Sequence[float], losses: Sequence[float], ranks: Ranks) -> float:
-    """The weighted sum of all micro-batches' losses, added up as one list whoever has computed them."""
-    terms = [weight * loss for weight, loss in zip(weights, losses, strict=True)]
-    return math.fsum(term for by_rank in ranks.gather_objects("losses", terms) for term in by_rank)
+def weighted(weights: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """The terms of a step's mean loss that a rank has computed."""
+    return [weight * loss for weight, loss in zip(weights, losses, strict=True)]
+
+
+def mean_loss(terms: Iterable[Sequence[float]]) -> float:
+    """The sum of all ranks' ``weighted`` losses, added up as one list whoever has computed them."""
+    return math.fsum(term for by_rank in terms for term in by_rank)
 
 
 def tokens(micro_batch: MicroBatch) -> int:

@@ -1,7 +1,6 @@
 """The engine: ``penstock.wrap`` a model, then ``step``. Everything else is a room below this one."""
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +144,6 @@ class Engine:
         micro_batches = self._cut(micro_batches)
         runner = self._planning.runner_for(micro_batches, train=True)
         flops = self._planning.probing.flops_of(micro_batches)  # now: a loss may write into a micro-batch
-        flops = math.fsum(self._ranks.sharing.gather_objects("FLOP", flops))
         weights = given or self._planning.labels.weights(micro_batches, self._ranks.sharing)
         self._durability.check_written()
         scratch = runner.scratch_written
@@ -263,7 +261,7 @@ class Engine:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise context.failure or NonFiniteError(f"rank {rank}: {failure}")
-        return batch.mean_loss(weights, losses, self._ranks.sharing)
+        return batch.mean_loss(self._ranks.sharing.gather_objects("losses", batch.weighted(weights, losses)))
 
     @property
     def plan(self) -> Plan:

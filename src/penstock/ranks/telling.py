@@ -9,6 +9,10 @@ from penstock.errors import RankError
 from penstock.ranks.group import Ranks
 
 T = TypeVar("T")
+_AT_ONCE = 1024
+"""bytes that each rank tells in one collective, of which the first say how many there are in all; a second one, after
+which all of it is known, takes as long, and most of what is told in a step is shorter"""
+_HEAD = 8
 
 
 class Telling(Ranks):
@@ -20,13 +24,13 @@ class Telling(Ranks):
         raise NotImplementedError
 
     def gather_objects(self, what: str, value: T) -> list[T]:
-        text = torch.frombuffer(bytearray(pickle.dumps((what, self.in_call, value))), dtype=torch.uint8)
-        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")  # whatever torch's default device is
-        self._gather_control(sizes, torch.tensor([text.numel()], device="cpu"))
-        longest = int(sizes.max())
-        texts = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
-        self._gather_control(texts.view(-1), torch.nn.functional.pad(text, (0, longest - text.numel())))
-        found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(texts, sizes.tolist(), strict=True)]
+        text = pickle.dumps((what, self.in_call, value))
+        first = len(text).to_bytes(_HEAD, "little") + text[: _AT_ONCE - _HEAD]
+        rows = self._gather_bytes(first, _AT_ONCE)
+        sizes = [int.from_bytes(row[:_HEAD], "little") for row in rows]
+        longest = max(sizes)
+        texts = [row[_HEAD:] for row in rows] if longest <= _AT_ONCE - _HEAD else self._gather_bytes(text, longest)
+        found = [pickle.loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
         for other, (theirs, call, _) in enumerate(found):
             if theirs != what:
                 raise RankError(
@@ -34,6 +38,12 @@ class Telling(Ranks):
                     f"tells its {what} in {self.in_call}: give all ranks the same calls, in the same order"
                 )
         return [said for *_, said in found]
+
+    def _gather_bytes(self, own: bytes, length: int) -> list[bytes]:
+        """So many bytes of each rank, whose own are filled up with zeros."""
+        rows = torch.empty(self.size, length, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+        self._gather_control(rows.view(-1), torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8))
+        return [row.numpy().tobytes() for row in rows]
 
     def _gather_control(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """``gather`` of what they tell, in host memory."""
