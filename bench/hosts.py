@@ -3,18 +3,20 @@
     python -m bench.hosts [--timings]
 
 A Llama of 29M parameters in fp32 on two hosts of two ranks each, which are network namespaces joined by a switch
-(``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all; with state that is cut over all ranks
-(in stages 3 and 2), with a copy of it on each host, and with its blocks dealt out to a pipeline of all ranks. Required:
-every rank's bytes in the trace are those of its schedule, and what the kernel has counted on each host's link, with all
-headers, is within 1% of the formula (``bench.hosts_run.formula``), with micro-batches of 4x96 tokens.
+(``bench.cluster``), state in memory, vertical schedule, 8 micro-batches in all where nothing else is said; with state
+that is cut over all ranks (in stages 3 and 2), with a copy of it on each host, and with its blocks dealt out to a
+pipeline of all ranks. Required: every rank's bytes in the trace are those of its schedule, and what the kernel has
+counted on each host's link, with all headers, is within 1% of the formula (``bench.hosts_run.formula``), with
+micro-batches of 4x96 tokens.
 
 With ``--timings`` also, at 200 Mbit/s between the hosts: a step takes at most 1.15 times its largest lane bound, which
 is what the busiest lane of a rank works, or what its host's link takes for the formula's bytes in full frames, whose
 headers its rate counts. It takes as long as was predicted, to 10%, by the profile that ``penstock doctor`` measures of
 this machine, of which each host is a part, and of the link between them. Two races:
 
-- *links*: state that is cut over all ranks, and copies of it, with micro-batches of 16 tokens, so that little but bytes
-  counts.
+- *links*: state that is cut over all ranks, and copies of it, with one micro-batch of 16 tokens for each rank, so that
+  little but bytes counts: copies send nothing before the first gradient is there, so that their forward comes on top
+  of the bound.
 - *pipelines*, with micro-batches of 64 tokens (``--length``), and with as many ranks on each host as it has processors
   (``--each``): ranks that share one wait for each other, of which no bound and no prediction knows. A pipeline is at
   least 2.5 times as fast as state that is cut over all ranks; it is as fast as torch's own pipelining package with each
@@ -155,9 +157,10 @@ def host_of(whole: Machine, nic: Network, each: int) -> Machine:
     )
 
 
-def job(model: str, batch: int, length: int, steps: int, scratch: Path) -> Work:
+def job(model: str, batch: int, length: int, steps: int, scratch: Path, micro_batches: int = 8) -> Work:
     """The job of all ranks together, with its initial weights written. ``steps``: the first one does not count."""
-    work = Work(model=model, micro_batches=8, batch=batch, length=length, steps=steps, threads=1, scratch=str(scratch))
+    shape = {"micro_batches": micro_batches, "batch": batch, "length": length, "steps": steps}
+    work = Work(model=model, threads=1, scratch=str(scratch), **shape)
     write_initial_weights(work)
     return work
 
@@ -341,7 +344,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 python = deepspeed_venv.prepare(arguments.venv)
                 counts = sorted({HOSTS, each, HOSTS * each, EACH, HOSTS * EACH} - {1})
                 whole = load_machine(measure_machine(scratch, None, counts))
-                work = job(arguments.model, 1, SHORT, 1 + arguments.steps, scratch)
+                work = job(arguments.model, 1, SHORT, 1 + arguments.steps, scratch, HOSTS * EACH)
                 races[f"{SHORT} tokens, {EACH} on each host"] = race(
                     work, (FLAT, COPIES), EACH, whole, [], arguments.rounds
                 )
