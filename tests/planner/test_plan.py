@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 
 from penstock.config import Budget, Family, Tier
 from penstock.errors import BudgetError, ConfigError, ScheduleError
-from penstock.planner.fit import fit, fitted
+from penstock.planner.fit import fit, fitted, with_home
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.plan import Plan
 from penstock.planner.request import Request
 from penstock.schedule.check import check
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
-from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement, page_up
+from penstock.schedule.place import GRAIN, LARGE_PART, Format, Placement, Settings, page_up
 from penstock.schedule.program import ALIGN, GroupSpec, Program, Stage
 from tests.programs import ACTIVATION, transformer
 
@@ -372,6 +373,27 @@ def test_a_large_model_is_planned_in_seconds(family: Family) -> None:
     assert plan.settings.chunk == 1 << 16, "the smallest chunks"
     assert len(plan.schedule.ops) > 20_000
     assert seconds < 2
+
+
+def test_of_hundreds_of_blocks_as_many_move_up_as_fit_and_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, peak_bytes = list[Settings](), Request.peak_bytes
+
+    def look(r: Request, settings: Settings, tier: Literal["device", "host"]) -> int:
+        looks.append(settings)
+        return peak_bytes(r, settings, tier)
+
+    r = request(8 * MIB, program=transformer(300))
+    r = replace(r, budget=replace(r.budget, host=smallest(r, "host") + 120 * MIB))
+    monkeypatch.setattr(Request, "peak_bytes", look)
+    place = fitted(r).place
+    assert len(looks) < 150
+    blocks = range(3, 303)
+    raised = [g for g in blocks if place.weights[g] != "disk"]
+    assert 50 < len(raised) < 250
+    assert raised == list(blocks[-len(raised) :]), "the last ones, whose backward comes first"
+    below = blocks[-len(raised) - 1]
+    more = replace(fitted(r), place=with_home(place, below, "host", place.state[below]))
+    assert r.peak_bytes(more, "host") > r.budget.host_bytes
 
 
 def test_a_plan_describes_itself() -> None:

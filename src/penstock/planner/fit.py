@@ -6,6 +6,8 @@ blocks' save one read of all); then weights move up from disk, then optimizer st
 memory that is left then has what weights that cross between hosts once a step take.
 """
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,9 @@ _OF_STEP, _OF_GROUP = 256, 8
 H100 a step in 1,635 chunks took 2.7 s, of which compute's own kernels are 2.0."""
 DEVICE_DEPTHS = ((2, 2), (2, 1), (1, 1))
 """Depths of weights and gradients, from the best to the smallest."""
+_FEW = 32
+"""Groups of one size that do not fit on a tier, after which no others are tried that are as large: with fewer beside it
+one may fit that did not before, but of hundreds each would be looked at."""
 _HOST_DEPTHS = (Depths(), Depths(stage_in=3, stage_out=3, state=3), Depths(stage_in=2, stage_out=2, state=2))
 
 
@@ -268,13 +273,28 @@ _BELOW: Mapping[Tier, tuple[Tier, ...]] = {"device": ("host", "disk"), "host": (
 
 
 def _raise(request: Request, settings: Settings, tier: Tier, groups: Sequence[int], *, state: bool) -> Settings:
-    """Move the weights of groups up to a tier, or their ``state``, in the given order, each if the step still fits."""
+    """Move the weights of groups up to a tier, or their ``state``, in the given order, each if the step still fits: as
+    many together as do, which are found by halving, and after a few that do not fit no others that are as large."""
     limit = request.budget.device_bytes if tier == "device" else request.budget.host_bytes
-    for g in groups:
-        home = (settings.place.weights[g], tier) if state else (tier, settings.place.state[g])
-        option = replace(settings, place=with_home(settings.place, g, *home))
-        if request.peak_bytes(option, tier) <= limit:
-            settings = option
+    sizes = {g: request.program.groups[g].numel for g in groups}
+    refused = Counter[int]()
+
+    def with_first(count: int) -> Settings:
+        weights, states = list(settings.place.weights), list(settings.place.state)
+        for g in left[:count]:
+            (states if state else weights)[g] = tier
+        return replace(settings, place=replace(settings.place, weights=tuple(weights), state=tuple(states)))
+
+    def is_too_much(count: int) -> bool:
+        return request.peak_bytes(with_first(count), tier) > limit
+
+    left = list(groups)
+    while left:
+        fitting = 0 if is_too_much(1) else bisect_left(range(1, len(left) + 1), True, lo=1, key=is_too_much)
+        settings = with_first(fitting)
+        refused.update(sizes[g] for g in left[fitting : fitting + 1])
+        largest = min((size for size, times in refused.items() if times == _FEW), default=math.inf)
+        left = [g for g in left[fitting + 1 :] if sizes[g] < largest]
     return settings
 
 
