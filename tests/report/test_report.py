@@ -41,7 +41,7 @@ from penstock.report.metrics_file import StepMetrics
 from penstock.report.picture import draw
 from penstock.report.prediction import Prediction, parse_prediction
 from penstock.report.run_page import run_page
-from penstock.report.sentence import bottleneck, format_long_time, format_time, measured_bottleneck, verdict
+from penstock.report.sentence import bottleneck, format_long_time, format_time, listed, measured_bottleneck, verdict
 from penstock.report.series import last_of_each_moment
 from penstock.report.simulated_page import simulated_page
 from penstock.report.trace_file import Ran
@@ -861,3 +861,11 @@ def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
 )
 def test_long_times_are_written_out(seconds: float, said: str) -> None:
     assert format_long_time(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("numbers", "written"),
+    [([], "[]"), ([14, 14, 6, 6], "[14, 14, 6, 6]"), ([9] * 4 + [8] * 3 + [9], "[9 x 4, 8, 8, 8, 9]")],
+)
+def test_more_than_three_alike_in_a_list_are_one_and_how_many(numbers: list[int], written: str) -> None:
+    assert listed(numbers) == written

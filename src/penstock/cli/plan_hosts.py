@@ -26,7 +26,7 @@ from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
 from penstock.planner.layouts import Asked, Outcome
 from penstock.planner.task import own_budget
-from penstock.report.sentence import format_long_time
+from penstock.report.sentence import format_long_time, listed
 
 if TYPE_CHECKING:
     from penstock.cli.plan import Arguments, FileArguments, ModelArguments
@@ -232,8 +232,8 @@ def _adapted(one: Outcome) -> Iterator[str]:
     """Lines on ranks that do not have as much each: the blocks of each, and what equal shares cost."""
     if one.deal and one.by_compute is not None:
         yield (
-            f"deal        {one.layout.name}: {list(one.deal)} blocks, by what one takes of each rank's lanes; dealt by "
-            f"compute alone a step takes {format_long_time(one.by_compute)}"
+            f"deal        {one.layout.name}: {listed(one.deal)} blocks, by what one takes of each rank's lanes; dealt "
+            f"by compute alone a step takes {format_long_time(one.by_compute)}"
         )
     if one.in_proportion is not None and one.in_proportion < 0.98 * one.seconds:
         yield (

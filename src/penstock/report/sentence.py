@@ -1,6 +1,7 @@
 """The sentences on top of a page: what bounds the step, how far it is from that bound, how right the prediction was."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from statistics import fmean, median
 
 from penstock.config.sizes import three_digits
@@ -116,3 +117,10 @@ def verdict(measured: float, predicted: float) -> str:
         return f"This step was predicted to take {format_time(predicted)}, as it did."
     way = "high" if error > 0 else "low"
     return f"This step was predicted to take {format_time(predicted)}: {abs(error):.1%} too {way}."
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """A list of numbers, of which more than three alike that follow each other are one, and how many."""
+    runs = [(number, len(list(alike))) for number, alike in groupby(numbers)]
+    words = [f"{number} x {count}" if count > 3 else ", ".join([str(number)] * count) for number, count in runs]
+    return f"[{', '.join(words)}]"
