@@ -299,7 +299,7 @@ def home_of_weights(weights: Tier, state: Tier) -> Tier:
 
 
 _LOWER: Mapping[tuple[Tier, Tier], Tier] = {(a, b): max(a, b, key=TIERS.index) for a in TIERS for b in TIERS}
-"""The lower of two tiers. A search asks a million times."""
+"""The lower of two tiers. Comparing them anew took 2% of a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
