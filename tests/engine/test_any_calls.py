@@ -418,7 +418,7 @@ CALLS = [
 
 
 def test_whatever_is_called_an_engine_does_what_it_would_alone(campaign: Campaign, tmp_path: Path) -> None:
-    for seed in range(campaign.cases(3, 400)):
+    for seed in range(campaign.cases(2, 400)):
         rng, folder = Random(seed), tmp_path / str(seed)
         folder.mkdir()
         life = Life(rng, folder)

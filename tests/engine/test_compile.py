@@ -23,12 +23,13 @@ pytestmark = pytest.mark.usefixtures("one_thread", "fresh")
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing is compiled yet. Inductor's kernels have no vector instructions: to look for those of the processor, and
-    to parse torch's headers for them, takes the C++ compiler far longer than the kernels.
+    to parse torch's headers for them, takes the C++ compiler far longer than the kernels. And they are compiled here:
+    processes that compile beside would import torch, for a kernel or two.
     """
     from torch._inductor import config  # which takes a second
 
     torch._dynamo.reset()
-    with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}):
+    with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
         yield
     torch._dynamo.reset()
 

@@ -204,7 +204,7 @@ def all_counted(*, telling: bool = False) -> list[MicroBatch]:
     return mbs
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["first step", "later step", "evaluation", "prepared"])
 @pytest.mark.parametrize("loss", [over_positions, over_positions_shifted, masked_mean, clamped_mean])
 def test_a_mean_over_positions_is_never_taken_for_one_over_labels(loss: Loss, when: str) -> None:

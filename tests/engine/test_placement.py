@@ -119,7 +119,7 @@ def branch_steps() -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("place", ["disk", "device"])

@@ -138,7 +138,7 @@ def test_whatever_happens_a_run_takes_the_steps_of_one_to_which_nothing_does(
     campaign: Campaign, tmp_path: Path
 ) -> None:
     read_ahead = 0
-    for seed in range(campaign.cases(4, 300)):
+    for seed in range(campaign.cases(2, 300)):
         rng, folder = Random(seed), tmp_path / str(seed)
         folder.mkdir()
         places = rng.choice(PLACES)

@@ -231,7 +231,7 @@ RUNS = st.builds(
 def test_any_pattern_of_steps_gives_the_bits_of_a_run_in_memory(campaign: Campaign) -> None:
     """In vertical and horizontal schedules, with delays, speculation, clipping, overlap, and kills after some steps."""
 
-    @settings(max_examples=campaign.cases(5, 400), deadline=None)
+    @settings(max_examples=campaign.cases(3, 400), deadline=None)
     @given(run=RUNS)
     def check(run: Run) -> None:
         with TemporaryDirectory() as folder:

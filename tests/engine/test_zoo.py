@@ -166,7 +166,7 @@ def equals_plain(name: str, device: str, folder: Path, *, speculate: bool) -> No
         assert stats.bytes_moved["read"] > 12 * wanted.numel()  # the state comes from disk
 
 
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize(
     ("name", "speculate"), [*((name, False) for name in ZOO), *((name, True) for name in ("gpt2", "mixtral", "t5"))]
 )

@@ -74,7 +74,7 @@ def as_pipelines(what: Asked, stages: int | None = None) -> tuple[Asked, Layout,
 SHARED = [layout for layout in layouts(ALIKE) if layout.kind != "pipeline"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("what", [ALIKE, DIFFERENT], ids=["alike", "different"])
 def test_one_rank_of_each_kind_of_host_takes_as_long_as_the_whole_world(what: Asked, layout: Layout) -> None:

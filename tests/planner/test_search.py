@@ -48,7 +48,7 @@ MIB = 1 << 20
 PAIRS = list(product((ADAM32, ADAM16), (False, True), (4 * MIB, 9 * MIB), (8 * MIB, 16 * MIB)))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "wait", "device", "host"), PAIRS)
 def test_the_choice_fits_passes_the_checker_and_is_no_slower_than_the_fixed_order(
     form: Format, wait: bool, device: int, host: int
@@ -80,6 +80,7 @@ def test_a_choice_for_ranks_fits_each_is_proved_for_all_and_takes_as_long_on_all
     assert choice.seconds <= fixed * 1.002
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize(("ranks", "form"), [(1, ADAM16), (4, ADAM32)])
 @pytest.mark.parametrize("by_search", [False, True])
@@ -110,6 +111,7 @@ def test_the_smallest_device_that_a_refusal_names_works_and_less_is_refused(
     assert least <= on_host.peak_bytes(shallow, "device")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bandwidth", [2e6, 2e10])
 @pytest.mark.parametrize("device", [3 * MIB, 32 * MIB])
 def test_ranks_gather_weights_once_where_that_is_faster_and_fits(device: int, bandwidth: float) -> None:
@@ -130,6 +132,7 @@ def test_ranks_gather_weights_once_where_that_is_faster_and_fits(device: int, ba
         assert forced[2] < 0.9 * forced[3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("host", [3 * MIB, 24 * MIB])
 @pytest.mark.parametrize("bandwidth", [2e6, 2e10])
 def test_weights_cross_between_hosts_once_where_that_is_faster_and_fits(host: int, bandwidth: float) -> None:
@@ -209,6 +212,7 @@ def test_best_is_the_search_with_the_requests_family_and_keeps_what_is_placed() 
     assert (again.settings.place.weights, again.settings.place.state) == (kept.weights, kept.state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("interpreter", [0.0, 5e-2])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interpreter: float, tier: Tier) -> None:
@@ -235,7 +239,7 @@ def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slo
         assert searched(better).seconds <= base * 1.01
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("seed", [0, 8, 9, 13])
 def test_a_search_ends_where_another_look_finds_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate, which takes phases one after the other, may be above what is simulated: that a plan takes no longer

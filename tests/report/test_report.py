@@ -684,7 +684,7 @@ def test_damage_anywhere_in_a_run_is_an_error_for_people_or_does_no_harm(tmp_pat
     write_run(tmp_path, schedule=offload_schedule(1, 1), steps=1)
     rng = Random(0)
     errors: list[tuple[str, str]] = []
-    cases = campaign.cases(20, 200)  # of each file
+    cases = campaign.cases(8, 200)  # of each file
     for name in ("trace.json", "metrics.jsonl", "prediction.json"):
         whole = (tmp_path / name).read_bytes()
         for _ in range(cases):

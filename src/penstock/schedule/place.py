@@ -295,7 +295,11 @@ SCALED, SCALE_BYTES = 32, 2
 
 def home_of_weights(weights: Tier, state: Tier) -> Tier:
     """The tier that has the weights of a trained group as a step leaves them: the lower one."""
-    return max(weights, state, key=TIERS.index)
+    return _LOWER[weights, state]
+
+
+_LOWER: Mapping[tuple[Tier, Tier], Tier] = {(a, b): max(a, b, key=TIERS.index) for a in TIERS for b in TIERS}
+"""The lower of two tiers. Comparing them anew took 2% of a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
