@@ -48,7 +48,8 @@ class Outside:
             self._refuse(tensor, who)
 
         with without_functions(), unwatched():  # it is no hook of the model's
-            self._found[id(tensor)] = (tensor, who, tensor.register_hook(arrived).remove)
+            hook = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            self._found[id(tensor)] = (tensor, who, hook.remove)
 
     def came_to(self, tensor: torch.Tensor) -> None:
         """A gradient has come to a tensor that a block was handed. Raises ModelError if it is one of these."""
