@@ -71,9 +71,9 @@ def test_a_plan_has_room_for_the_tensors_in_nested_containers() -> None:
 
 
 def test_a_micro_batch_whose_tensors_are_nested_is_one() -> None:
-    batch.check([{"inputs": {"x": torch.zeros(1)}}])
+    batch.check([{"inputs": {"x": torch.zeros(1)}}], train=True)
     with pytest.raises(ModelError, match="no tensor with elements"):
-        batch.check([{"inputs": {"x": torch.zeros(0)}, "names": ["a"]}])
+        batch.check([{"inputs": {"x": torch.zeros(0)}, "names": ["a"]}], train=True)
 
 
 def test_what_holds_no_tensor_reaches_the_loss_as_it_is() -> None:
@@ -175,7 +175,7 @@ def test_nothing_is_written_into_a_mapping_of_an_unknown_kind() -> None:
     assert moved["more"]["pixels"].dtype == torch.bfloat16
     assert batch.nbytes(given, torch.float32) == 3 * 4
     with pytest.raises(ModelError, match="no tensor with elements"):
-        batch.check([{"a": own}])
+        batch.check([{"a": own}], train=True)
 
 
 def test_each_tensor_counts_once_under_a_place_of_its_own() -> None:
@@ -239,3 +239,24 @@ def test_places_without_one_piece_of_memory_are_a_shape() -> None:
     nested = batch.shapes({"position_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
     assert [place for place, _, _ in nested] == [("position_ids",)]
     assert batch.shapes({"attention_mask": torch.eye(3).to_sparse_csr()})[0][1] == (3, 3)
+
+
+@pytest.mark.parametrize("what", ["parameter", "output"])
+def test_what_trains_outside_of_the_model_is_refused_in_a_step_and_may_be_evaluated(what: str, tmp_path: Path) -> None:
+    """Its gradient would be lost: in a plain loop, ``backward`` brings it to a model before this one."""
+    encoder = nn.Linear(8, 8)
+    given = encoder.weight if what == "parameter" else encoder(torch.zeros(8, 8))
+    case = MODELS["llama"]
+    micro_batch = {**case.micro_batches(1)[0], "more": [given]}
+
+    def loss(model: Any, mb: Mapping[str, Any]) -> torch.Tensor:
+        found: torch.Tensor = case.loss_fn(model, {k: v for k, v in mb.items() if k != "more"})
+        return found
+
+    with wrap(case, budget(tmp_path), loss_fn=loss) as engine:
+        with pytest.raises(ModelError, match=r"micro-batch 0: 'more\.0' needs a gradient"):
+            engine.step([micro_batch])
+        with pytest.raises(ModelError, match=r"micro-batch 0: 'more\.0' needs a gradient"):
+            engine.prepare([micro_batch])
+        assert engine.evaluate([micro_batch]) > 0
+        assert engine.step([{**micro_batch, "more": [given.detach().requires_grad_()]}]).loss > 0

@@ -389,6 +389,17 @@ def tie_a_part(model: Any) -> None:
     model.embed.weight.data = model.head.weight.data[5:]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [(torch.complex64, r"real and imaginary parts \(torch\.view_as_real"), (torch.int8, "quantisation")],
+)
+def test_parameters_of_no_floating_point_are_refused_with_what_to_do(dtype: torch.dtype, said: str) -> None:
+    model = Stack()
+    model.head.phase = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=dtype.is_complex)
+    with pytest.raises(ModelError, match=rf"parameter 'head\.phase' is {dtype}: only floating-point .*{said}"):
+        penstock.wrap(model, budget=penstock.Budget(device="64MiB", host="64MiB"), optimizer=penstock.SGD(lr=0.1))
+
+
 @pytest.mark.parametrize("tie", [tie_data, tie_anew, tie_a_part])
 def test_parameters_in_one_memory_are_refused(tie: Callable[[Any], None], tmp_path: Path) -> None:
     """Each would get memory of its own, and be trained apart."""

@@ -33,9 +33,9 @@ def _tensors(micro_batch: MicroBatch) -> dict[trees.Place, torch.Tensor]:
     }
 
 
-def check(micro_batches: Sequence[MicroBatch]) -> None:
+def check(micro_batches: Sequence[MicroBatch], *, train: bool) -> None:
     """Raises ModelError for a list that is empty, or whose members are no mappings, differ in their keys, or have
-    tensors without values or shapes."""
+    tensors without values or shapes; or, to ``train`` on, tensors whose gradient would be somebody else's."""
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, Sequence):
         raise ModelError(
             f"step() takes a list of micro-batches (mappings of tensors), not {type(micro_batches).__name__}"
@@ -52,6 +52,11 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
                 what = "is on the meta device, without values: give a real tensor"
             elif value.is_nested and value.layout == torch.strided:
                 what = "is a nested tensor without shapes that can be asked for: pad it, or give layout=torch.jagged"
+            elif train and _trains_others(value):
+                what = (
+                    "needs a gradient for what is none of the model's: it would get none. Compute it in the model's "
+                    "forward, or give it without (.detach())"
+                )
             if what:
                 raise ModelError(f"micro-batch {m}: {'.'.join(map(str, place))!r} {what}")
         if not any(value.numel() for value in found.values()):
@@ -59,6 +64,12 @@ def check(micro_batches: Sequence[MicroBatch]) -> None:
         if set(mb) != set(micro_batches[0]):
             extra = sorted(map(repr, set(mb) ^ set(micro_batches[0])))
             raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(extra)}")
+
+
+def _trains_others(tensor: torch.Tensor) -> bool:
+    """True of a parameter that trains, and of what was computed from such. Other tensors that need a gradient may need
+    it for a derivative in the forward."""
+    return tensor.requires_grad and (isinstance(tensor, torch.nn.Parameter) or tensor.grad_fn is not None)
 
 
 def as_json(position: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -128,7 +128,7 @@ class Engine:
         """
         with outside_of_inference_mode(), whole_steps(), self._ranks.together("prepare"):
             self._check_usable()
-            batch.check(micro_batches)
+            batch.check(micro_batches, train=True)
             return self._planning.runner_for(self._cut(micro_batches), train=True).plan
 
     def _step(
@@ -138,7 +138,7 @@ class Engine:
         position: Mapping[str, Any] | None,
     ) -> StepStats:
         began = time.perf_counter()
-        batch.check(micro_batches)
+        batch.check(micro_batches, train=True)
         self._progress.settings()  # now: a commit that fails for what is in them would be the step's that had counted
         given = self._given("step", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
@@ -246,7 +246,7 @@ class Engine:
                 return self._evaluate(micro_batches, loss_weights)
 
     def _evaluate(self, micro_batches: Sequence[Mapping[str, Any]], loss_weights: Sequence[float] | None) -> float:
-        batch.check(micro_batches)
+        batch.check(micro_batches, train=False)
         given = self._given("evaluate", micro_batches, loss_weights)
         micro_batches = self._cut(micro_batches)
         self.model.eval()

@@ -28,6 +28,7 @@ from penstock.tape.facts import Site
 from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
+from penstock.tape.outside import Outside
 from penstock.tape.own_values import Held as HeldValues
 from penstock.tape.own_values import held
 from penstock.tape.rng import RandomState
@@ -82,6 +83,7 @@ class Backward:
     | ``starts`` | stage -> number of the first autograd node of its own code |
     | ``pending`` | gradients that wait in the model's own code |
     | ``hooked`` | in a probe: where the model has hooks of its own |
+    | ``outside`` | in a probe: the tensors that are none of the model's |
     | ``outputs`` | in a probe: those of all calls, until they are recomputed |
     | ``footprint`` | in a probe: of the next call that is recomputed |
     | ``search`` | in a probe: for the last product of that |
@@ -93,6 +95,7 @@ class Backward:
         self.starts: dict[int, int] = {}
         self.pending = graph.Pending()
         self.hooked = graph.Hooked()
+        self.outside: Outside | None = None
         self.outputs: FirstOutputs | None = None
         self.footprint: Footprint | None = None
         self.search: Search | None = None
@@ -260,6 +263,8 @@ class Backward:
 
     def route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient goes to what has made a tensor: a call, or the model's own code."""
+        if self.outside is not None:
+            self.outside.came_to(source)
         leaf = leaf_of(source)
         if leaf is not None:
             leaf.add(gradient)

@@ -157,7 +157,11 @@ def group_parameters(
         if not parameter.is_floating_point():
             raise ModelError(
                 f"parameter {name!r} is {parameter.dtype}: only floating-point parameters can be trained or streamed; "
-                "load the model without quantisation"
+                + (
+                    "keep its real and imaginary parts (torch.view_as_real), and let the forward put them together"
+                    if parameter.is_complex()
+                    else "load the model without quantisation"
+                )
             )
         home = homes[id(parameter)]
         if len(home) == 1 and None not in home:

@@ -67,7 +67,7 @@ class Probe:
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
-        self._smuggled = Smuggled(self._watch)
+        self._smuggled = Smuggled(self._watch, self._group_of, tape.aliases)
         names = {id(s.parameter): s.name for g in tape.groups for s in g.slices}
         self._views = WeightViews(self._packer, names, tape.aliases)
         self._ahead = Ahead(self._group_of, self._bring)
@@ -95,6 +95,7 @@ class Probe:
                 left.callback(before.put_back)
                 left.callback(setattr, tape, "on_gradient", on_gradient)
                 left.callback(self._release)
+                left.callback(self._smuggled.outside.release)
                 left.callback(lambda: tape.switched.update(flags.seen))
                 left.callback(tape.finish)  # which comes first
 
@@ -110,7 +111,7 @@ class Probe:
         self._running.learns = True
         suspended = tape.suspended[0]
         suspended.backward.outputs = FirstOutputs(bits=tape.keeps)
-        suspended.backward.hooked = self._asked.hooked
+        suspended.backward.hooked, suspended.backward.outside = self._asked.hooked, self._smuggled.outside
         # torch.compile looks at what reads and assigns attributes, and would take the watch for code of the block.
         with nullcontext() if tape.compiled else self._accesses.watching():
             self._run_forward(suspended)

@@ -18,7 +18,9 @@ from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
 from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
+from penstock.tape.outside import Outside
 from penstock.tape.watch import Op, Operand, Watch, packets
+from penstock.tape.weight_views import Alias
 
 _ATEN = torch.ops.aten
 _OF_SHAPES = packets(
@@ -33,11 +35,13 @@ _COPIES = packets(COPY_TO, _ATEN.clone, _ATEN.cat, _ATEN.constant_pad_nd)
 class Smuggled:
     """Follows what depends on the micro-batch or on weights that train, op by op.
 
-    ``found``: the first that is smuggled, in words. ``carried``: what passes to the next micro-batch.
+    ``found``: the first that is smuggled, in words. ``carried``: what passes to the next micro-batch. ``outside``: what
+    comes from outside of the model.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        """``watch``: knows the storages that the ops of the probe have made."""
+    def __init__(self, watch: Watch, parameters: Iterable[int] = (), aliases: Iterable[Alias] = ()) -> None:
+        """``watch``: knows the storages that the ops of the probe have made; ``parameters``: the model's, by identity;
+        ``aliases``: of these."""
         self._birth = watch.birth
         self._own: set[int] = set()
         self._kept: dict[int, Way] = {}  # own storages -> places in which the model's own code keeps tensors there
@@ -52,6 +56,7 @@ class Smuggled:
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
         self.carried = Carried()
+        self.outside = Outside({*parameters, *(id(tensor) for ref, _ in aliases if (tensor := ref()) is not None)})
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
@@ -136,6 +141,7 @@ class Smuggled:
         """Take note of an op of the forward, which has ``written`` to these, besides parameters."""
         if self._segment is None:
             return
+        self.outside.on_op(op, self._own, _who(self._block))
         if op.generator is not None:
             self.carried.draws(op.generator, self._segment)
         depends, of_shapes = any(map(self._depends, op.inputs)), id(op.packet) in _OF_SHAPES
