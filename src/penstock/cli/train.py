@@ -25,6 +25,7 @@ from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain
+from penstock.cli.run_data import data_in, in_steps, look_ahead
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept, strands_kept
 from penstock.cli.schedule_file import read_world
@@ -39,8 +40,7 @@ from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of
 from penstock.config.optimizer import OptimizerSpec
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
-from penstock.data.opening import Data, for_model, open_data
-from penstock.data.stream import Prepared
+from penstock.data.opening import Data
 from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
@@ -141,6 +141,7 @@ def _start(
     if new:
         config = replace(config, precision=precision)  # wherever it goes on
         run.check_room(config, trained[0], kind)
+        run.look_ahead(partial(look_ahead, config, display, model, cut, kind, ranks))
         run.begin(config)
     else:
         cut = replace(cut, reason="as the run began")
@@ -222,7 +223,7 @@ def _train(
     profile: Machine | None,
 ) -> int:
     """The run in a folder that is its own."""
-    config, folder, ranks = _in_steps(config, data), run.folder, run.ranks
+    config, folder, ranks = in_steps(config, data), run.folder, run.ranks
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as after, ExitStack() as stack:
@@ -317,21 +318,6 @@ def _load_newest(engine: Engine, run: Joint) -> None:
         raise StoreError(f"{run.folder}: the snapshot went away while the run was started: start it again")
 
 
-def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
-    """The settings with the steps that their epochs come to, if it was epochs that they gave.
-
-    Raises:
-        ConfigError: how long an epoch is is not known.
-    """
-    if config.epochs is None:
-        return config
-    if not isinstance(data.train, Prepared):
-        raise ConfigError(f"epochs={config.epochs}: the length of an epoch of streamed data is not known: give steps")
-    sequences = len(data.train.epoch(0))
-    steps = max(round(config.epochs * sequences / config.sequences_per_step), 1)
-    return replace(config, steps=steps, epochs=None)
-
-
 def _settle(
     config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut, ranks: Ranks
 ) -> tuple[TrainConfig, Batches, HeldOut | None]:
@@ -378,11 +364,7 @@ def _open_data(
     new: bool,
 ) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
-    with display.working("Reading the data"):
-        found = open_data(
-            config.data, run.folder, seed=config.seed, own=model.tokenizer, position=position, say=display.say
-        )
-        data = for_model(found, model.model)
+    data = data_in(run.folder, config, display, model, position)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
         model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
