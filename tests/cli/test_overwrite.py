@@ -10,6 +10,7 @@ from penstock.cli import main, removal
 from penstock.cli.run_folder import RUN_LOCK, ahead_folder
 from tests.runs import write_text
 
+_RENAME = Path.rename
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -80,15 +81,14 @@ def test_a_start_that_is_killed_as_it_replaces_is_done_again(
 ) -> None:
     """At each file or folder that is put in its place."""
     for number in range(3):
-        renamed = Path.rename
-        calls = []
+        calls: list[Path] = []
 
-        def rename(path: Path, target: Path) -> Path:
+        def rename(path: Path, target: Path, number: int = number, calls: list[Path] = calls) -> Path:
             if ahead_folder(a_run) in path.parents and target.parent in (a_run, a_run / "data"):
                 calls.append(path)
-                if len(calls) > number:  # noqa: B023
+                if len(calls) > number:
                     raise KeyboardInterrupt
-            return renamed(path, target)  # noqa: B023
+            return _RENAME(path, target)
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", rename)

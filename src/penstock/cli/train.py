@@ -45,7 +45,7 @@ from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
-from penstock.engine.profile import profile_of, with_link
+from penstock.engine.profile import may_measure, profile_of, with_link
 from penstock.engine.resources import check_rules
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
@@ -395,7 +395,7 @@ def _schedule(asked: Family | Path, ranks: int) -> Family | Schedule:
 def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now, also of what so
     many ``ranks`` send each other. Of a GPU's optimizers only the run's own is measured, as each has kernels to be
-    compiled."""
+    compiled. None: there is to be none, or nothing may be measured (``engine.profile.may_measure``)."""
     if config.plan is None:
         return None
     paths, device = config.budget.disk_paths, resolve_device(config.device)
@@ -407,6 +407,9 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
 
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
+        if not may_measure():
+            display.say(f"{why[0].upper()}{why[1:]}, and PENSTOCK_MEASURE=never: nothing is predicted")
+            return None
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(map(files.nearest_folder, paths))
         try:
