@@ -252,11 +252,12 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def _in_use(lock: Path, holder: str, cause: OSError) -> StoreError:
+def _in_use(lock: Path, holder: str, cause: OSError, *, writes: bool) -> StoreError:
     until = ": wait for it to end"
     if _is_held_here(lock):
         until = ", which is this one: close what has it open here (engine.close(), trainer.end())"
-    return store_error(f"{lock.parent} is in use by {holder}{until}, or give this run another directory", cause)
+    other = ", or give this run another directory" if writes else ""
+    return store_error(f"{lock.parent} is in use by {holder}{until}{other}", cause)
 
 
 def _is_held_here(lock: Path) -> bool:
@@ -307,7 +308,7 @@ class DirectoryLock:
                 if (holder := _holder(fd)) is None:
                     continue
                 if holder != _READER or _is_held_here(self._path):
-                    raise _in_use(self._path, holder, e) from e
+                    raise _in_use(self._path, holder, e, writes=flags != os.O_RDONLY) from e
                 if not waits:
                     log.warning("%s is in use by %s: waiting for it to end", self._directory, holder)
                 waits = True
