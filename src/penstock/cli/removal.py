@@ -64,7 +64,7 @@ def remove_files(folder: Path, *, ahead: bool) -> None:
 def _put_in_place(made: Path, folder: Path) -> None:
     """Give a run's folder what has been made for it in another one, of which nothing stays."""
     data = data_folder(folder)
-    for path in sorted(data_folder(made).glob("*")):
+    for path in files.matching(data_folder(made), "*"):
         files.make_folder(data)
         path.rename(data / path.name)
     (made / IDENTITY).rename(folder / IDENTITY)
