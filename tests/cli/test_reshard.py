@@ -22,7 +22,7 @@ from penstock.cli.run_folder import settings_of
 from penstock.cli.run_record import Resharding, RunRecord
 from penstock.errors import ConfigError
 from penstock.state.values import committed
-from penstock.store import Layout, Store
+from penstock.store import Layout, Store, packed
 from tests import warm
 from tests.conftest import Campaign
 from tests.patience import PATIENCE
@@ -334,6 +334,17 @@ def test_new_stores_are_missed_where_their_drive_is(begun: Path, tmp_path: Path)
     (tmp_path / "unmounted").rename(drive)
     assert penstock(tmp_path, "reshard", "run", "--ranks", "2").returncode == 0
     assert RunRecord.read(tmp_path / "run") == record
+
+
+def test_a_refusal_for_want_of_room_advises_what_the_command_can_have(
+    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run keeps its slots and its directories."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(packed, "free_bytes", lambda path: 4096)
+    refused = penstock(tmp_path, "reshard", "run", "--ranks", "2")
+    assert refused.returncode == 1
+    assert refused.stderr.endswith("4 KiB are free: free some space (what is there stays until this is whole)\n")
 
 
 @pytest.mark.parametrize("fault", ["full", "damaged", "in the way"])

@@ -264,7 +264,7 @@ def test_settings_that_the_model_or_the_ranks_cannot_have_are_refused_before_the
     assert not (tmp_path / "run").exists()
 
 
-def test_a_machine_without_a_profile_is_measured_once(
+def test_a_machine_without_a_profile_is_measured_once_where_it_may_be(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is measured is tests/doctor's; here that it is, and is kept for the next run."""
@@ -272,6 +272,14 @@ def test_a_machine_without_a_profile_is_measured_once(
     monkeypatch.setattr("penstock.doctor.examine.examine", lambda *_: measured_here(machine(tmp_path)))
     flags = ["--plan", "auto", "--evaluate", "null"]
     assert main(["train", str(config), *flags, "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "has no profile yet, and PENSTOCK_MEASURE=never: nothing is predicted" in said
+    assert "measuring it" not in said
+    monkeypatch.setenv("PENSTOCK_MEASURE", "no")
+    assert main(["train", str(config), *flags, "--steps", "1", "--overwrite"]) == 2
+    assert "PENSTOCK_MEASURE='no': must be 'never', or not set" in capsys.readouterr().err
+    monkeypatch.delenv("PENSTOCK_MEASURE")
+    assert main(["train", str(config), *flags, "--steps", "1", "--overwrite"]) == 0
     assert "measuring it, once" in capsys.readouterr().out
     assert main(["train", str(config), *flags, "--steps", "2", "--overwrite"]) == 0
     said = capsys.readouterr().out

@@ -234,6 +234,23 @@ def test_places_in_a_dtype_that_torch_does_not_subtract_are_handed_on_as_the_sam
     assert batch.shapes({"position_ids": wraps})[0][1] == (1, 4, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32])
+def test_ids_and_labels_in_any_whole_dtype_are_handed_on_as_the_same_numbers_in_one_that_models_take(
+    dtype: torch.dtype,
+) -> None:
+    ids = torch.tensor([[3, 1, 2, 0]])
+    names = ("input_ids", "token_type_ids", "position_ids", "labels")
+    given = {name: ids.to(dtype) for name in (*names, "pixels")}
+    found = batch.to_device(given, torch.device("cpu"), torch.float32)
+    for name in names:
+        assert torch.equal(found[name].long(), ids)
+        nn.Embedding(4, 2)(found[name])
+    nn.functional.cross_entropy(torch.zeros(4, 4), found["labels"][0])
+    assert found["pixels"].dtype == dtype
+    assert batch.nbytes(given, torch.float32) == sum(t.numel() * t.dtype.itemsize for t in found.values())
+    assert batch.to_device({"labels": ids.bool()}, torch.device("cpu"), torch.float32)["labels"].dtype == torch.bool
+
+
 def test_places_without_one_piece_of_memory_are_a_shape() -> None:
     rows = [torch.arange(2), torch.arange(3)]
     nested = batch.shapes({"position_ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})

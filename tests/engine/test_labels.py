@@ -1,5 +1,6 @@
 """Which labels a loss is the mean over is found out from the model, so that every step is an exact mean over them."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -389,3 +390,29 @@ def test_who_leaves_out_a_micro_batch_without_labels_is_told_what_all_ranks_need
     ):
         with pytest.raises(ModelError, match=f"micro-batch 0 has no label that counts.*: leave it out of the {said}"):
             weights()
+
+
+@pytest.mark.parametrize(("dtype", "like_ignored"), [(torch.uint8, 156), (torch.uint16, 65436), (torch.int16, 156)])
+@pytest.mark.parametrize("loss", [aligned, padded])
+def test_a_label_in_a_narrow_dtype_is_never_taken_for_the_one_that_does_not_count(
+    loss: Loss, dtype: torch.dtype, like_ignored: int
+) -> None:
+    """A step has the numbers of the same labels in int64, also of a label whose bits in the dtype are those of -100."""
+    torch.manual_seed(0)
+    model = Reader(loss)
+    model.embed, model.head = nn.Embedding(like_ignored + 1, WIDTH), nn.Linear(WIDTH, like_ignored + 1)
+    ids = torch.randint(0, 100, (3, 2, 8))
+    ids[0, :, 2:] = like_ignored
+    whole = [{"input_ids": one, "labels": one} for one in ids]
+    narrow = [{name: value.to(dtype) for name, value in micro_batch.items()} for micro_batch in whole]
+    found = []
+    for steps in (whole, narrow):
+        with penstock.wrap(
+            copy.deepcopy(model),
+            optimizer=penstock.SGD(lr=0.1),
+            budget=budget(None),
+            loss_fn=lambda model, micro_batch: model(**micro_batch),
+            device="cpu",
+        ) as engine:
+            found.append((engine.step(steps).loss, engine.step([*steps, steps[0]]).loss))
+    assert found[0] == found[1]

@@ -302,7 +302,7 @@ MISUSES = {
     misuse_frozen_parameters_in_the_optimizer: "not among the model's trained ones: give it those alone",
     misuse_hooks_of_the_optimizer_that_was_given: "register them with the one that setup returns",
     misuse_a_parameter_twice: "has 'lm_head.weight' more than once",
-    misuse_the_optimizer_that_was_given: "call that of the one that it has returned",
+    misuse_the_optimizer_that_was_given: r"that of the one that fabric.setup\(\) has returned",
     misuse_clip_without_being_told: r"give it PenstockStrategy\(clip_grad_norm=1.0\)",
     misuse_limited_and_asked_for_the_norm_alone: r"give it PenstockStrategy\(clip_grad_norm=None\)",
     misuse_told_and_not_clipped: "call fabric.clip_gradients",

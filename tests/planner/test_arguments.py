@@ -143,6 +143,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def measures(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine may be measured."""
+    monkeypatch.delenv("PENSTOCK_MEASURE")
+
+
 def stored_as(path: Path, machine: Machine) -> Path:
     path.write_text(machine.to_json())
     return path
@@ -208,6 +214,7 @@ def test_a_plan_says_where_a_gpus_steps_are_not_known(
         assert ("steps of adamw.bf16 on none take as long as on the host" in out) == says
 
 
+@pytest.mark.usefixtures("measures")
 def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     config: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +227,7 @@ def test_training_measures_anew_where_the_stored_profile_is_of_another_kind(
     assert "no profile for this kind of device yet: measuring it" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("measures")
 def test_training_that_measures_other_directories_keeps_the_links_that_are_known(
     config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +260,7 @@ def test_training_measures_the_steps_that_a_stored_profile_lacks_of_its_gpu(
     assert asked == [(settings.budget.disk_paths, where, "adamw.bf16")]
 
 
+@pytest.mark.usefixtures("measures")
 def test_what_cannot_be_measured_says_how_to_train_without(
     config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +272,7 @@ def test_what_cannot_be_measured_says_how_to_train_without(
         profile_for_plan(load(config, [("device", "cpu")]), choose_display(sys.stdout))
 
 
+@pytest.mark.usefixtures("measures")
 def test_nothing_is_measured_where_it_could_not_be_kept(
     config: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

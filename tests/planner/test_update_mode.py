@@ -115,7 +115,7 @@ NO_DISK, PLAIN = Budget(device=MIB, host=MIB), Budget(device=MIB, host=MIB, disk
     [
         (PLAIN, False, "neither clip_grad_norm nor fp16"),
         (NO_DISK, True, "there is no disk: give budget.disk"),
-        (replace(PLAIN, slots=1), True, "budget.slots=1 .* use slots=2"),
+        (replace(PLAIN, slots=1), True, "budget.slots=1 .* use budget.slots=2"),
         (replace(PLAIN, state="host"), True, "budget.state='host' leaves no group's state on disk"),
     ],
 )

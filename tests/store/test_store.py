@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -375,6 +376,31 @@ def test_a_second_process_is_kept_out_until_the_first_dies(paths: list[Path], ki
             if kind == "fork":
                 os.kill(child, signal.SIGKILL)
             holder.kill()
+
+
+READER = """
+import sys, time
+from pathlib import Path
+from penstock.store import Store
+with Store.open([Path(p) for p in sys.argv[1:]], writable=False):
+    print("reads", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_who_writes_waits_for_who_only_reads_to_end(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    """Another process, as ``penstock verify`` is: in the same one it would wait for itself. The wait is said, once."""
+    Store.create(paths, LAYOUT, model=MODEL).close()
+    with warm.start(["-c", READER, *paths]) as reader:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        end = threading.Timer(1.0, reader.kill)
+        end.start()
+        Store.open(paths).close()
+        assert not end.is_alive(), "it has waited"
+    said = [message for message in caplog.messages if "waiting for it to end" in message]
+    assert len(said) == 1
+    assert said[0].startswith(f"{paths[0].absolute()} is in use by a process that only reads it")
 
 
 def test_a_second_store_in_the_same_process_is_kept_out(store: Store) -> None:

@@ -85,7 +85,7 @@ def test_where_only_an_even_stripe_has_room_the_store_has_one(
     total = sum(file_sizes(LAYOUT, Striping(files=2, stripe=STRIPE)))
     room = {paths[0]: total, paths[1]: total}
 
-    def check(where: list[Path], layout: Layout, striping: Striping) -> None:
+    def check(where: list[Path], layout: Layout, striping: Striping, *, replaces: bool) -> None:
         """Two file systems, the first of which has less room than its share would be."""
         if striping.weights and room[where[0]] < 2 * total:
             raise StoreError(f"{where[0]}: the store needs more")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from lightning_fabric import Fabric
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import penstock
 from penstock.config import fields_of
@@ -179,3 +181,51 @@ def _on_meta() -> nn.Module:
 def test_a_model_that_initialises_itself_needs_no_leave(tmp_path: Path) -> None:
     with wrap(CASE, budget(tmp_path / "store"), model=_on_meta()) as engine:
         assert not any(value.isnan().any() for value in state_of(engine).values())
+
+
+def _clips() -> dict[str, Callable[[Any], object]]:
+    accelerator = Accelerator(cpu=True)
+    return {
+        "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "norm of one": lambda model: nn.utils.clip_grad_norm_(next(model.parameters()), 1.0),
+        "a norm that is known": lambda model: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.ones(())),
+        "norm, imported": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+        "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "accelerate's norm": lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        "accelerate's value": lambda model: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    }
+
+
+def test_gradients_that_there_are_none_of_cannot_be_clipped_nor_stepped_by(tmp_path: Path) -> None:
+    """While the engine is open and afterwards: all of that would do nothing, in silence."""
+    model = CASE.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    prepared = Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+    def check() -> None:
+        for name, clip in _clips().items():
+            with pytest.raises(ConfigError, match=r"clips by their norm itself where clip_grad_norm says so"):
+                clip(model)
+            assert name
+        for one in (optimizer, prepared):
+            one.zero_grad()
+            with pytest.raises(ConfigError, match=r"step\(\) of this SGD would change nothing.*engine\.step"):
+                one.step()
+
+    with wrap(CASE, budget(tmp_path / "store"), model=model) as engine:
+        check()
+        run_steps(engine, STEPS[:1])
+        check()
+    check()
+
+
+def test_clipping_and_steps_of_others_are_torchs_own(tmp_path: Path) -> None:
+    """Of a model that no engine has, also where there is one that has another."""
+    with wrap(CASE, budget(tmp_path / "store")):
+        for name, clip in _clips().items():
+            weight = nn.Parameter(torch.zeros(2))
+            weight.grad = torch.tensor([3.0, 4.0])
+            clip(nn.ParameterList([weight]))
+            assert weight.grad.tolist() != [3.0, 4.0], name
+            torch.optim.SGD([weight], lr=1.0).step()
+            assert weight.detach().tolist() == [-value for value in weight.grad.tolist()]

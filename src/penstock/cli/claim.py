@@ -12,7 +12,7 @@ The folder is locked from the first moment of a start to its end. A store belong
 
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace as with_changes
 from pathlib import Path
@@ -26,6 +26,7 @@ from penstock.cli.reach import Reach, Stores
 from penstock.cli.run_folder import (
     RUN_LOCK,
     Start,
+    ahead_folder,
     as_cut_before,
     has_steps,
     last_line,
@@ -81,6 +82,8 @@ class Claim:
                 settle(config.budget.stores(self._record.ranks))
         self._began: RunRecord | None = None
         self._replaces: tuple[Replaced, ...] = ()
+        self._takes_place = start == "overwrite" and self._record is not None
+        self._ahead = False
         self.step: int | None = None
         self.steps = config.steps
         if self._record is None:
@@ -274,6 +277,24 @@ class Claim:
 
     # ---- what a start does
 
+    def look_ahead(self, look: Callable[[Path], object]) -> None:
+        """Have ``look`` refuse what can be, and make what can be of a run that is to begin in the place of another one,
+        while that is there: in a folder that is handed on by ``begin``. Where there is none, nothing.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        if not self._takes_place:
+            return
+        made = ahead_folder(self.folder)
+        try:
+            removal.remove_ahead(self.folder)
+            files.make_folder(made)
+        except OSError as error:
+            raise ConfigError(f"run={str(self.folder)!r}: cannot use this folder: {error.strerror}") from error
+        self._ahead = True
+        look(made)
+
     def begin(self, config: TrainConfig) -> None:
         """Make the folder that of a new run; what it replaces goes.
 
@@ -292,7 +313,7 @@ class Claim:
             self._record.write(self.folder)
             self._reach.require_one_folder(self.folder, self._record.owner)
             self._reach.on_each(removal.remove_stores, pending.replaces)
-            removal.remove_files(self.folder)
+            removal.remove_files(self.folder, ahead=self._ahead)
             write_settings_text(self.folder, pending.settings)
             self._record = self._record.begun()
             self._record.write(self.folder)
@@ -340,7 +361,9 @@ class Claim:
             return True
 
     def take_back(self) -> None:
-        """Remove what this start has made, if it has begun the run and no step of it is committed."""
+        """Remove what this start has made, if it has begun the run and no step of it is committed, or has not begun."""
+        if self._ahead and self._began is None:
+            removal.take_back_ahead(self.folder)
         if self._began is not None:
             removal.take_back(self.folder, self._began, self._reach.of_host(self._stores))
 

@@ -1,6 +1,6 @@
 """A run's folder and the ranks that train it: the first looks at it and writes there, the others learn what counts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -49,6 +49,10 @@ class Joint:
             "room on the drives",
             lambda: check_room(config, model, kind, ranks.size, ranks.hosts, self._first.replaced),
         )
+
+    def look_ahead(self, look: Callable[[Path], object]) -> None:
+        """As ``Claim.look_ahead``, which the first rank does."""
+        self.ranks.decided("what begins", lambda: self._first.look_ahead(look))
 
     def begin(self, config: TrainConfig) -> None:
         """Make the folder that of a new run; what it replaces goes. See ``Claim.begin``."""

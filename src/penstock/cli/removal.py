@@ -15,10 +15,11 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 
 from penstock import files
-from penstock.cli.run_folder import has_steps, own_files, own_folders, settings_path
+from penstock.cli.run_folder import ahead_folder, data_folder, has_steps, own_files, own_folders, settings_path
 from penstock.cli.run_record import Replaced, RunRecord
 from penstock.cli.run_snapshots import remove_abandoned_snapshots, snapshots_of
 from penstock.config.budget import is_of_rank
+from penstock.data.identity import IDENTITY
 from penstock.errors import StoreError
 from penstock.store.directory import LOCK, DirectoryLock, is_there, sync_directory
 from penstock.store.facts import facts_of, facts_of_all
@@ -46,14 +47,39 @@ def remove_stores(replaced: Sequence[Replaced]) -> None:
             _remove_part(path, one.id)
 
 
-def remove_files(folder: Path) -> None:
-    """Remove the own files of a run that is to be replaced, but for its settings. Can be done again.
+def remove_files(folder: Path, *, ahead: bool) -> None:
+    """Remove the own files of a run that is to be replaced, but for its settings, and put what has been made ``ahead``
+    in their place, if that was. Can be done again.
 
     Raises:
-        OSError: a file cannot be removed.
+        OSError: a file cannot be removed, or put in its place.
     """
-    keep = settings_path(folder)
-    _remove_files(folder, [path for path in own_files(folder) if path != keep])
+    keep, made = settings_path(folder), ahead_folder(folder)
+    folders = [path for path in own_folders(folder) if not (ahead and path == made)]
+    _remove_files(folder, [path for path in own_files(folder) if path != keep], folders)
+    if ahead:
+        _put_in_place(made, folder)
+
+
+def _put_in_place(made: Path, folder: Path) -> None:
+    """Give a run's folder what has been made for it in another one, of which nothing stays."""
+    data = data_folder(folder)
+    for path in files.matching(data_folder(made), "*"):
+        files.make_folder(data)
+        path.rename(data / path.name)
+    (made / IDENTITY).rename(folder / IDENTITY)
+    files.remove(made)
+    for place in filter(Path.is_dir, (data, folder)):
+        sync_directory(place)
+
+
+def remove_ahead(folder: Path) -> None:
+    """Remove what was made for a run that has not begun in the place of the one in ``folder``, which stays.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    files.remove(ahead_folder(folder))
 
 
 @contextmanager
@@ -83,8 +109,8 @@ def take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]])
         with_changes(now, has_state=False).write(folder)  # from here on a store that is not found is not missed
     if not take_back_stores(stores, record.owner):
         return
-    _remove_files(folder, own_files(folder))
-    data = folder / "data"
+    _remove_files(folder, own_files(folder), own_folders(folder))
+    data = data_folder(folder)
     try:
         data.rmdir()
     except OSError:
@@ -93,6 +119,12 @@ def take_back(folder: Path, record: RunRecord, stores: Sequence[Sequence[Path]])
             raise  # before the record is removed, without which nobody would know whose it is
     (folder / RUN_FILE).unlink(missing_ok=True)
     _remove_if_empty(folder)
+
+
+@_left_if_it_fails()
+def take_back_ahead(folder: Path) -> None:
+    """As ``remove_ahead``. Raises nothing."""
+    remove_ahead(folder)
 
 
 @_left_if_it_fails()
@@ -142,11 +174,11 @@ def _remove_part(path: Path, owner: str) -> None:
     _remove_if_empty(path)
 
 
-def _remove_files(folder: Path, own: Sequence[Path]) -> None:
+def _remove_files(folder: Path, own: Sequence[Path], folders: Sequence[Path]) -> None:
     for path in own:
         path.unlink(missing_ok=True)
     remove_abandoned_snapshots(folder)
-    for path in (*own_folders(folder), *snapshots_of(folder)):
+    for path in (*folders, *snapshots_of(folder)):
         with suppress(FileNotFoundError):
             files.remove(path)
     sync_directory(folder)

@@ -45,6 +45,8 @@ _FILES = (
 )
 _MODEL = "model"
 _DATA = "data"
+_AHEAD = f"ahead{files.PARTIAL}"
+"""The folder of what is made for a run that is to begin in the place of another one, while that is there."""
 _PREPARED = re.compile(r"(tokenizer-)?[0-9a-f]{16}(\.[0-9a-f]+)?(\.partial)?")
 """Names of the folders that ``data.prepare`` makes in ``data``."""
 
@@ -151,11 +153,21 @@ def own_files(folder: Path) -> list[Path]:
 
 def own_folders(folder: Path) -> list[Path]:
     """The folders that a run writes into its own, and that are there."""
-    found = [folder / name for name in (f"{_MODEL}{files.PARTIAL}", *FOLDERS)]
+    found = [folder / name for name in (f"{_MODEL}{files.PARTIAL}", _AHEAD, *FOLDERS)]
     if any((model_folder(folder) / name).is_file() for name in ("config.json", "penstock.json")):
         found.append(model_folder(folder))
-    found += [path for path in (folder / _DATA).glob("*") if _PREPARED.fullmatch(path.name)]
+    found += [path for path in data_folder(folder).glob("*") if _PREPARED.fullmatch(path.name)]
     return [path for path in found if path.is_dir()]
+
+
+def ahead_folder(folder: Path) -> Path:
+    """The folder in a run's own in which the data of the run are made that is to take its place."""
+    return folder / _AHEAD
+
+
+def data_folder(folder: Path) -> Path:
+    """The folder of a run's prepared data, where its settings name none."""
+    return folder / _DATA
 
 
 def model_folder(folder: Path) -> Path:

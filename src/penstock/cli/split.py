@@ -7,6 +7,7 @@ run is: it is written into the run's settings, and a resumed run takes it from t
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.cli.launch import how_to_start, in_words
 from penstock.cli.pipeline import fastest, fitting, in_comparison
@@ -25,6 +26,7 @@ from penstock.planner.fit import fit
 from penstock.planner.places import Asked
 from penstock.planner.task import Task
 from penstock.schedule.ir.ops import Schedule
+from penstock.shape.model import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +194,32 @@ def _largest(config: TrainConfig, kind: DeviceKind, ranks: int, hosts: int) -> t
     shape = shape_of(config, kind)
 
     def fitted(size: int, count: int) -> int:
-        requests = requests_of(config, shape, kind, size, count, ranks, hosts)
-        if config.pipeline > 1:
-            plans_of([Asked(request=request) for request in requests])
-        else:
-            fit(requests[0])
+        _check_fits(config, shape, kind, size, count, ranks, hosts)
         return size
 
     size = next(fitting(config, ranks, fitted))
     said = " (plan: null, so nothing is predicted)" if config.plan is None and size > 1 else ""
     return size, f"the largest that fit{said}"
+
+
+def check_fits(config: TrainConfig, cut: Cut, kind: DeviceKind, ranks: int, hosts: int) -> None:
+    """Plan a step of a run that has not begun, as far as its model's shape tells what it takes: the model itself may
+    turn out to take more.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    if isinstance(config.schedule, Path):  # it says itself where state lives
+        return
+    count = config.sequences_per_step // config.sharing(ranks) // cut.size
+    _check_fits(config, shape_of(config, kind), kind, cut.size, count, ranks, hosts)
+
+
+def _check_fits(
+    config: TrainConfig, shape: ModelShape, kind: DeviceKind, size: int, count: int, ranks: int, hosts: int
+) -> None:
+    requests = requests_of(config, shape, kind, size, count, ranks, hosts)
+    if config.pipeline > 1:
+        plans_of([Asked(request=request) for request in requests])
+    else:
+        fit(requests[0])

@@ -25,6 +25,7 @@ from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
 from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
 from penstock.cli.out_of_memory import explain
+from penstock.cli.run_data import data_in, in_steps, look_ahead
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
 from penstock.cli.run_snapshots import newest, record_kept, strands_kept
 from penstock.cli.schedule_file import read_world
@@ -39,13 +40,12 @@ from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of
 from penstock.config.optimizer import OptimizerSpec
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
-from penstock.data.opening import Data, for_model, open_data
-from penstock.data.stream import Prepared
+from penstock.data.opening import Data
 from penstock.data.summary import summary_of
 from penstock.engine.arguments import WrapArguments, check_compile
 from penstock.engine.device import kind_of, name_of, resolve_device
 from penstock.engine.engine import Engine
-from penstock.engine.profile import profile_of, with_link
+from penstock.engine.profile import may_measure, profile_of, with_link
 from penstock.engine.resources import check_rules
 from penstock.engine.start import WeightSource
 from penstock.engine.wrap import wrap_among
@@ -141,6 +141,7 @@ def _start(
     if new:
         config = replace(config, precision=precision)  # wherever it goes on
         run.check_room(config, trained[0], kind)
+        run.look_ahead(partial(look_ahead, config, display, model, cut, kind, ranks))
         run.begin(config)
     else:
         cut = replace(cut, reason="as the run began")
@@ -222,7 +223,7 @@ def _train(
     profile: Machine | None,
 ) -> int:
     """The run in a folder that is its own."""
-    config, folder, ranks = _in_steps(config, data), run.folder, run.ranks
+    config, folder, ranks = in_steps(config, data), run.folder, run.ranks
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as after, ExitStack() as stack:
@@ -317,21 +318,6 @@ def _load_newest(engine: Engine, run: Joint) -> None:
         raise StoreError(f"{run.folder}: the snapshot went away while the run was started: start it again")
 
 
-def _in_steps(config: TrainConfig, data: Data) -> TrainConfig:
-    """The settings with the steps that their epochs come to, if it was epochs that they gave.
-
-    Raises:
-        ConfigError: how long an epoch is is not known.
-    """
-    if config.epochs is None:
-        return config
-    if not isinstance(data.train, Prepared):
-        raise ConfigError(f"epochs={config.epochs}: the length of an epoch of streamed data is not known: give steps")
-    sequences = len(data.train.epoch(0))
-    steps = max(round(config.epochs * sequences / config.sequences_per_step), 1)
-    return replace(config, steps=steps, epochs=None)
-
-
 def _settle(
     config: TrainConfig, display: Display, engine: Engine, data: Data, cut: Cut, ranks: Ranks
 ) -> tuple[TrainConfig, Batches, HeldOut | None]:
@@ -378,11 +364,7 @@ def _open_data(
     new: bool,
 ) -> Data:
     """The run's data. The folder of a ``new`` run keeps the model's configuration and the tokenizer from now on."""
-    with display.working("Reading the data"):
-        found = open_data(
-            config.data, run.folder, seed=config.seed, own=model.tokenizer, position=position, say=display.say
-        )
-        data = for_model(found, model.model)
+    data = data_in(run.folder, config, display, model, position)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
         model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
@@ -413,7 +395,7 @@ def _schedule(asked: Family | Path, ranks: int) -> Family | Schedule:
 def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> Machine | None:
     """The profile to plan for: the one that is stored, else a quick one that is made and stored now, also of what so
     many ``ranks`` send each other. Of a GPU's optimizers only the run's own is measured, as each has kernels to be
-    compiled."""
+    compiled. None: there is to be none, or nothing may be measured (``engine.profile.may_measure``)."""
     if config.plan is None:
         return None
     paths, device = config.budget.disk_paths, resolve_device(config.device)
@@ -425,6 +407,9 @@ def profile_for_plan(config: TrainConfig, display: Display, ranks: int = 1) -> M
 
         other = " for this kind of device" if find_profile(paths) is not None else ""
         why = why_none(paths, kind=kind, device=name) or f"This machine has no profile{other} yet"
+        if not may_measure():
+            display.say(f"{why[0].upper()}{why[1:]}, and PENSTOCK_MEASURE=never: nothing is predicted")
+            return None
         among = (ranks,) if ranks > 1 and kind == "cpu" else ()
         existing = dict.fromkeys(map(files.nearest_folder, paths))
         try:

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import memory
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler
@@ -22,6 +23,23 @@ def note_skipped(optimizer: Any, skipped: bool) -> None:
     """
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer._is_overflow = skipped
+
+
+def take_for_no_memory(kind: type[Exception]) -> None:
+    """From now on ``find_executable_batch_size`` tries a smaller batch after an error of this ``kind``, too.
+
+    A function is put in the place of ``should_reduce_batch_size``, in the module that calls it. Without: the search,
+    which knows errors of torch's by their words, would end at the first size that there is no plan for.
+    """
+    known = memory.should_reduce_batch_size
+    if "penstock_kind" in vars(known):
+        return
+
+    def should_reduce_batch_size(exception: Exception) -> bool:
+        return isinstance(exception, kind) or known(exception)
+
+    vars(should_reduce_batch_size)["penstock_kind"] = kind
+    memory.should_reduce_batch_size = should_reduce_batch_size
 
 
 def leave_model(accelerator: Accelerator) -> None:

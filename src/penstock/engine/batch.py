@@ -116,9 +116,9 @@ def _exact(micro_batch: MicroBatch) -> set[str]:
 
 def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Copy tensors to the device, those in nested containers too; floating-point ones (pixels, audio features) in the
-    compute dtype, but labels and what only a loss reads in fp32, if they are no narrower; places of tokens in a dtype
-    that models can compute with. A forward may write to the copies, so each is handed its own. What holds no tensor
-    that ``trees`` sees is handed on as it is: a list that is collected in."""
+    compute dtype, but labels and what only a loss reads in fp32, if they are no narrower; ids, and labels that are
+    whole numbers, in a dtype that models can look up by. A forward may write to the copies, so each is handed its own.
+    What holds no tensor that ``trees`` sees is handed on as it is: a list that is collected in."""
     exact = _exact(micro_batch)
 
     def move(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -132,8 +132,16 @@ def to_device(micro_batch: MicroBatch, device: torch.device, dtype: torch.dtype)
     }
 
 
-_LARGE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes in which torch neither subtracts nor looks up."""
+_NO_IDS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes of whole numbers in which torch looks nothing up (``nn.Embedding``)."""
+
+
+def _whole_there(name: object, dtype: torch.dtype) -> torch.dtype:
+    """The dtype on the device of whole numbers: of ids (of tokens, their types, their places) one that embeddings take,
+    and of labels the one that losses take, in which -100, that losses leave out, is no other number."""
+    if name in LABELS:
+        return dtype if dtype == torch.bool else torch.int64
+    return torch.int64 if str(name).rpartition("_")[2] == "ids" and dtype in _NO_IDS else dtype
 
 
 def _is_of_places(name: object) -> bool:
@@ -144,7 +152,7 @@ def _dtype_there(tensor: torch.Tensor, name: object, exact: Container[object], d
     """The dtype on the device, which computes in ``dtype``, of a tensor of the micro-batch's entry ``name``. Those in
     ``exact`` keep their precision."""
     if not tensor.is_floating_point():
-        return torch.int64 if _is_of_places(name) and tensor.dtype in _LARGE_UNSIGNED else tensor.dtype
+        return _whole_there(name, tensor.dtype)
     return (torch.float32 if tensor.dtype == torch.float64 else tensor.dtype) if name in exact else dtype
 
 
@@ -272,7 +280,11 @@ def given_weights(
         return weights
     for m, mb in enumerate(micro_batches):
         labels = mb.get("labels")
-        if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).all()):
+        if (
+            isinstance(labels, torch.Tensor)
+            and not labels.is_floating_point()
+            and bool((labels.long() == IGNORED).all())
+        ):
             raise unlabelled(m, ranks, f" (all are {IGNORED})")
     return None
 

@@ -235,6 +235,7 @@ def _masked(labels: torch.Tensor, compared: Compared, loss: float | None) -> Cou
 
 def _counts(labels: torch.Tensor, ignored: int) -> torch.Tensor:
     """True for each label that is not ignored. ``ignored``: by the loss, besides ``IGNORED``."""
+    labels = labels.long()  # of uint8, too, where -100 would be 156
     return (labels != IGNORED) & (labels != ignored)
 
 
@@ -248,8 +249,8 @@ def _ways(labels: torch.Tensor, ignored: int) -> dict[Counted, torch.Tensor]:
 
 
 def _rows(micro_batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Labels that are rows of class ids, so that it has to be known which of them count."""
+    """Labels that are rows of class ids, so that it has to be known which of them count, int64."""
     labels = micro_batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.is_floating_point():
         return None
-    return labels
+    return labels.long()

@@ -47,7 +47,7 @@ def profile_of(paths: Sequence[Path], device: torch.device, optimizer: str, rank
     Raises:
         ConfigError: the stored profile is damaged, or the environment's switch is neither "never" nor left out.
     """
-    kind, name, may = kind_of(device), None if device.type == "cpu" else name_of(device), _may_measure()
+    kind, name, may = kind_of(device), None if device.type == "cpu" else name_of(device), may_measure()
     unkept = UNKEPT.get((device, tuple(paths)))
     found = find_profile(paths, kind=kind, device=name) or unkept
     if found is not None and found.nic is None and unkept is not None:
@@ -102,7 +102,7 @@ def with_link(found: Machine | None, ranks: Ranks, paths: Sequence[Path], device
     """
 
     def is_missing() -> bool:
-        return found is not None and found.nic is None and _may_measure()
+        return found is not None and found.nic is None and may_measure()
 
     if ranks.hosts == 1 or not ranks.decided("link between hosts", is_missing):
         return found
@@ -157,7 +157,12 @@ def _sharing_all(ranks: Ranks, device: torch.device) -> Iterator[Ranks]:
         flat.close()
 
 
-def _may_measure() -> bool:
+def may_measure() -> bool:
+    """True unless the environment's switch says that no machine is measured.
+
+    Raises:
+        ConfigError: it is neither "never" nor left out.
+    """
     asked = os.environ.get(_SWITCH, "")
     if asked not in ("", "never"):
         raise ConfigError(f"environment {_SWITCH}={asked!r}: must be 'never', or not set")

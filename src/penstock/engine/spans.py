@@ -72,6 +72,7 @@ class Spans:
 
     def _cut(self, m: int, micro_batch: Mapping[str, Any]) -> dict[str, Any]:
         ids, labels = self._checked(m, micro_batch)
+        labels = labels.long()  # of uint8, too, where -100 would be 156
         rows, length = ids.shape
         more = -length % self.cp
         start, size = self._place * ((length + more) // self.cp), (length + more) // self.cp

@@ -1,6 +1,7 @@
 """``wrap``: the settings of an engine, checked, and the engine made of them."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +31,7 @@ from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
 from penstock.optim.precision import DTYPES, say_what_is_left
+from penstock.planner.fit import SizeError
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
 from penstock.ranks.start import started_together
@@ -76,6 +78,7 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
             count,
         )
     owner = None if asked.run is None else _owner(Path(asked.run))
+    _be_known_to_searches()
     dropped.settle()
     with alone(model, "this model"):
         check_unguarded(model)
@@ -197,6 +200,14 @@ def _owner(run: Path) -> Owner:
             f"run={str(run)!r} is not the folder of a run: it has no {RUN_FILE}, which penstock train writes"
         )
     return owner
+
+
+def _be_known_to_searches() -> None:
+    """Have accelerate's search for a batch size know a budget that is too small, where this may be within one."""
+    if "accelerate.utils.memory" in sys.modules:
+        from penstock.compat.accelerate import take_for_no_memory
+
+        take_for_no_memory(SizeError)
 
 
 @cache

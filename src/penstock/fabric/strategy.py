@@ -216,7 +216,6 @@ class PenstockStrategy(OneDevice):
         self._ranks = ranks
         # A learning rate schedule made before holds the given optimizer: what it writes there must count.
         engine.optimizer.param_groups, engine.optimizer.defaults = given.param_groups, dict(given.defaults)
-        given.register_step_pre_hook(_refuse_step)
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
         return (
@@ -438,13 +437,6 @@ class PenstockStrategy(OneDevice):
         if self._engine is not None:
             self._engine.close()
         super().teardown()
-
-
-def _refuse_step(*_: Any) -> NoReturn:
-    raise ConfigError(
-        "this is the step() of the optimizer that fabric.setup() was given, and the engine has the parameters: call "
-        "that of the one that it has returned"
-    )
 
 
 def _name_of_rest(meta: Mapping[str, Any]) -> str:

@@ -20,6 +20,9 @@ class DrivenOptimizer(torch.optim.Optimizer):
         discard: forgets what has been collected; None: nothing ever waits.
     """
 
+    is_engines = True
+    """As of ``StreamedOptimizer``."""
+
     def __init__(
         self, streamed: StreamedOptimizer, step: Callable[[], None], discard: Callable[[], None] | None = None
     ) -> None:

@@ -45,6 +45,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         ConfigError: there are no parameters, or an override matches none that an earlier one has not taken.
     """
 
+    is_engines = True
+    """Says that an engine's parameters may be among its own, as of no other optimizer (``tape.guard``)."""
+
     def __init__(
         self,
         spec: OptimizerSpec,

@@ -33,7 +33,7 @@ def no_speculation(budget: Budget, *, wait: bool) -> str | None:
     if not budget.disk_paths:
         return "a step that may be dropped goes beside the state on disk, and there is no disk: give budget.disk"
     if budget.slots == 1:
-        return "with budget.slots=1 a step overwrites the only copy of the state: use slots=2"
+        return "with budget.slots=1 a step overwrites the only copy of the state: use budget.slots=2"
     if budget.durability == "interval":
         return "between two commits a step overwrites what the one before has left: use durability 'step'"
     if budget.state not in (None, "disk"):

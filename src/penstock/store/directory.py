@@ -219,6 +219,11 @@ def _have_alone(fd: int) -> None:
         time.sleep(_LOOKS_LAST / 20)
 
 
+_READER = "a process that only reads it (penstock verify or export)"
+_AGAIN = 0.2
+"""Seconds after which who writes looks again whether all that read are done."""
+
+
 def _holder(fd: int) -> str | None:
     """Words on who has a lock that could not be had: a writer has put his number into its file, readers have not. None:
     by now nobody has it. Closes the file."""
@@ -235,7 +240,7 @@ def _holder(fd: int) -> str | None:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return writer
-        return "a process that only reads it (penstock verify or export)"
+        return _READER
     finally:
         os.close(fd)
 
@@ -247,25 +252,32 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def _in_use(lock: Path, holder: str, cause: OSError) -> StoreError:
+def _in_use(lock: Path, holder: str, cause: OSError, *, writes: bool) -> StoreError:
     until = ": wait for it to end"
-    if any(held.is_at(lock) for held in _held):
+    if _is_held_here(lock):
         until = ", which is this one: close what has it open here (engine.close(), trainer.end())"
-    return store_error(f"{lock.parent} is in use by {holder}{until}, or give this run another directory", cause)
+    other = ", or give this run another directory" if writes else ""
+    return store_error(f"{lock.parent} is in use by {holder}{until}{other}", cause)
+
+
+def _is_held_here(lock: Path) -> bool:
+    """True if this process has the lock."""
+    return any(held.is_at(lock) for held in _held)
 
 
 class DirectoryLock:
     """An advisory lock (flock) on a directory. The kernel drops it when the process ends, however it ends.
 
-    Who writes has it alone. Who only reads shares it with others that do, and changes nothing: its file is neither made
-    nor written to, so that a drive can be read that takes no writes any more.
+    Who writes has it alone, and waits for those to end that only read: these end, and a run that goes on by itself may
+    begin at any time. Who only reads shares it with others that do, and changes nothing: its file is neither made nor
+    written to, so that a drive can be read that takes no writes any more.
     """
 
     def __init__(self, directory: Path, *, name: str = LOCK, writes: bool = True) -> None:
         """Take the lock. ``name``: of its file. ``writes``: have it alone.
 
         Raises:
-            StoreError: another process (or another store in this one) holds it; says which.
+            StoreError: another process that writes, or another store in this one, holds it; says which.
         """
         self._directory = directory.absolute()  # a program may go elsewhere
         self._path = directory / name
@@ -286,14 +298,21 @@ class DirectoryLock:
 
     def _lock(self, flags: int, take: Callable[[int], bool]) -> int:
         """The file, opened with ``flags``, once ``take`` has locked it: False has it opened anew."""
+        waits = False
         while True:
             fd = files.descriptor(self._path, flags)
             try:
                 if take(fd):
                     return fd
             except BlockingIOError as e:
-                if (holder := _holder(fd)) is not None:
-                    raise _in_use(self._path, holder, e) from e
+                if (holder := _holder(fd)) is None:
+                    continue
+                if holder != _READER or _is_held_here(self._path):
+                    raise _in_use(self._path, holder, e, writes=flags != os.O_RDONLY) from e
+                if not waits:
+                    log.warning("%s is in use by %s: waiting for it to end", self._directory, holder)
+                waits = True
+                time.sleep(_AGAIN)
                 continue
             except BaseException:
                 os.close(fd)

@@ -74,8 +74,11 @@ def _check_name(path: Path) -> None:
         ) from error
 
 
-def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequence[int]) -> Striping:
+def striped(
+    paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequence[int], *, replaces: bool = False
+) -> Striping:
     """The striping of a store: by ``weights`` (none: evenly); evenly, too, where only that leaves room for it.
+    ``replaces``: as of ``check_room``.
 
     Refuses before anything is written what has no room in either way.
     """
@@ -83,13 +86,13 @@ def striped(paths: Sequence[Path], layout: Layout, stripe: int, weights: Sequenc
     if len(set(weights)) > 1:
         asked = Striping(files=len(paths), stripe=stripe, weights=tuple(weights))
         try:
-            check_room(paths, layout, asked)
+            check_room(paths, layout, asked, replaces=replaces)
             return asked
         except StoreError as error:
-            check_room(paths, layout, even)
+            check_room(paths, layout, even, replaces=replaces)
             log.warning("striping evenly over drives that are not equally fast, as only so there is room: %s", error)
     else:
-        check_room(paths, layout, even)
+        check_room(paths, layout, even, replaces=replaces)
     return even
 
 
@@ -97,8 +100,9 @@ SMALL = 2 * RESERVE
 """Bytes for the commits and manifests of the stores on a file system."""
 
 
-def check_room(paths: Sequence[Path], layout: Layout, striping: Striping) -> None:
-    """Refuse before anything is written; directories on one file system share its room."""
+def check_room(paths: Sequence[Path], layout: Layout, striping: Striping, *, replaces: bool = False) -> None:
+    """Refuse before anything is written; directories on one file system share its room. ``replaces``: the store is made
+    beside another one, whose place it takes, and whose slots it has: there is nothing to choose."""
     needed: dict[int, int] = {}
     for path, size in zip(paths, file_sizes(layout, striping), strict=True):
         device = path.stat().st_dev
@@ -106,11 +110,15 @@ def check_room(paths: Sequence[Path], layout: Layout, striping: Striping) -> Non
     for path in paths:
         size, free = needed[path.stat().st_dev], packed.free_bytes(path)
         if size > free:
-            twice = any(extent.slots == 2 for extent in layout.extents)
+            if replaces:
+                advice = "free some space (what is there stays until this is whole)"
+            else:
+                advice = "free some space, give another directory, or give several on different drives"
+                if any(extent.slots == 2 for extent in layout.extents):
+                    advice += ". With budget.slots=1 it takes half, and a kill within a step costs the run"
             raise StoreError(
                 f"{path}: the store needs {format_size(size)} on this file system, {format_size(free)} are free: "
-                "free some space, give another directory, or give several on different drives"
-                + (". With budget.slots=1 it takes half, and a kill within a step costs the run" if twice else "")
+                f"{advice}"
             )
 
 

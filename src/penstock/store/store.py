@@ -151,7 +151,7 @@ class Store(AbstractContextManager["Store"]):
         directory.check_distinct(paths)
         with reported("creating a store"), ExitStack() as undo:
             locks = [claim(path, undo) for path in paths]
-            striping = striped(paths, layout, stripe, weights)
+            striping = striped(paths, layout, stripe, weights, replaces=names is not None)
             fill(paths, layout, striping, model, passing=passing, owner=owner, names=names or paths)
             store = _attach(paths, locks, direct=direct, made=True)
             undo.pop_all()

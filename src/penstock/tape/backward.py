@@ -291,8 +291,9 @@ class Backward:
 
     def _recompute(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
         """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
-        _check_unchanged(call)
-        live = on_leaves(call.inputs, fresh)
+        with held(call.handed):
+            _check_unchanged(call)
+            live = on_leaves(call.inputs, fresh)
         with self._as_it_was(call):
             return call.context.run(_run_again, call, live)
 
