@@ -259,7 +259,7 @@ class Backward:
 
         call = call.apart()
         with self._as_it_was(call), torch.no_grad():
-            call.context.run(_called, call, trees.replace(call.inputs, other))
+            call.context.run(_called, call, trees.replace(trees.snapshot(call.inputs), other))
 
     def route(self, source: torch.Tensor, gradient: torch.Tensor) -> None:
         """A gradient goes to what has made a tensor: a call, or the model's own code."""
@@ -291,9 +291,8 @@ class Backward:
 
     def _recompute(self, call: Call, fresh: Leaves) -> list[torch.Tensor]:
         """Run the block again on leaves (noted in ``fresh``). Returns its outputs, in the order of the forward's."""
-        with held(call.handed):
-            _check_unchanged(call)
-            live = on_leaves(call.inputs, fresh)
+        _check_unchanged(call)
+        live = on_leaves(trees.snapshot(call.inputs), fresh)
         with self._as_it_was(call):
             return call.context.run(_run_again, call, live)
 

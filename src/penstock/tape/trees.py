@@ -132,8 +132,17 @@ def replace(value: Any, fn: Replace, *, keep: bool = False) -> Any:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy of the containers of ``value`` around the same tensors."""
-    return _map(value, lambda tensor: tensor, {}, False)
+    """A copy of the containers of ``value`` around the same tensors: of all into which something may be put."""
+    return _map(value, _itself, {}, False)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _may_change(record: Any) -> bool:
+    """True if fields of a record may be replaced. A module that is one is no argument's copy."""
+    return not (type(record).__dataclass_params__.frozen or isinstance(record, nn.Module))
 
 
 def settle(value: Any, before: Any, fn: Replace) -> Any:
@@ -197,7 +206,8 @@ def _map_record(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> An
         return memo[id(value)]
     memo[id(value)] = value
     items = [(name, item, _map(item, fn, memo, keep)) for name, item in entries(value)]
-    if any(new is not old for _, old, new in items):  # a record without tensors (a config) is nobody's business
+    # A record without tensors (a config) is nobody's business, but where something may be put into it.
+    if any(new is not old for _, old, new in items) or (fn is _itself and _may_change(value)):
         memo[id(value)] = copy.copy(value)
         for name, _, new in items:
             _store(memo[id(value)], name, new)
