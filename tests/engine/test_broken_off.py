@@ -147,7 +147,7 @@ def test_what_was_pending_when_a_step_broke_does_not_come_back_with_a_snapshot(
 
 
 def test_a_commit_in_the_middle_of_a_step_waits_for_delayed_chunks_in_memory_too(tmp_path: Path) -> None:
-    where = budget(tmp_path, weights="host", state=None, durability="none", device="300KiB", host="900KiB")
+    where = budget(tmp_path, weights="host", state=None, durability="none", device="300KiB", host="850KiB")
     with wrap(CASE, where, delay=1.0, **COMMON) as engine:
         engine.step(STEPS[0])
         arrays = engine.inside.resources.arrays
