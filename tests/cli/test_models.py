@@ -111,7 +111,7 @@ def test_what_a_kill_left_of_the_model_that_a_run_was_to_keep_goes_with_the_run(
     run = tmp_path / "run"
     assert list(run.glob("model*")), "it was killed before it began to keep its model"
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.cli.train.open_data", lambda *_, **__: 1 / 0)
+        patch.setattr("penstock.cli.train.data_in", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["train", str(config), "--overwrite"])
     assert not run.exists()
