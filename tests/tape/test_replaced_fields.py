@@ -14,6 +14,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @dataclass
 class Inner:
     hidden: torch.Tensor
+    within: "Carrying | None" = None
+    """the object that holds it"""
 
 
 @dataclass
@@ -42,7 +44,8 @@ class ReplacingBlock(nn.Module):
 
     def forward(self, carrying: Carrying, notes: Notes) -> Carrying | torch.Tensor | None:
         carrying.hidden = carrying.hidden + torch.tanh(self.linear(carrying.hidden))
-        carrying.inner.hidden = carrying.inner.hidden * carrying.hidden.sigmoid()
+        assert carrying.inner.within is carrying
+        carrying.inner.hidden = carrying.inner.hidden * carrying.inner.within.hidden.sigmoid()
         carrying.listed[0] = carrying.listed[0] + carrying.inner.hidden
         carrying.count += 1
         notes.calls += 1
@@ -60,7 +63,7 @@ class OfReplacingBlocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.first(x)
         carrying, more = Carrying(hidden=first, inner=Inner(first * 2), listed=[x]), []
-        notes = Notes()
+        carrying.inner.within, notes = carrying, Notes()
         for layer in self.layers:
             answer = layer(carrying, notes)
             carrying = answer if isinstance(answer, Carrying) else carrying

@@ -204,11 +204,13 @@ def _map(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
 def _map_record(value: Any, fn: Replace, memo: dict[int, Any], keep: bool) -> Any:
     if id(value) in memo:
         return memo[id(value)]
-    memo[id(value)] = value
+    has_tensors = not isinstance(value, nn.Module) and bool(tensors(value))
+    copied = has_tensors or (fn is _itself and _may_change(value))
+    memo[id(value)] = copy.copy(value) if copied else value  # before what it holds, which may hold it
     items = [(name, item, _map(item, fn, memo, keep)) for name, item in entries(value)]
-    # A record without tensors (a config) is nobody's business, but where something may be put into it.
-    if any(new is not old for _, old, new in items) or (fn is _itself and _may_change(value)):
-        memo[id(value)] = copy.copy(value)
+    if any(new is not old for _, old, new in items):  # a record without tensors (a config) is nobody's business
+        if not copied:
+            memo[id(value)] = copy.copy(value)
         for name, _, new in items:
             _store(memo[id(value)], name, new)
     return memo[id(value)]
