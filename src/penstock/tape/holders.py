@@ -253,7 +253,9 @@ class Search:
     def __init__(self, own: Iterable[nn.Module], every: Iterable[nn.Module], loss_fn: Callable[..., Any]) -> None:
         """``own``: modules that are in no block; ``every``: all of the model."""
         self._own = tuple(own)
-        self._others: list[Any] = [loss_fn, *(hook for module in every for hook in forward_hooks(module))]
+        # The tape's own hooks, of which each module has one, keep nothing: a search would grow with the model.
+        hooks = (hook for module in every for hook in forward_hooks(module) if not _is_ours(hook))
+        self._others: list[Any] = [loss_fn, *hooks]
         code = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)} - {nn.Module}
         members = [member for cls in code for member in vars(cls).values()]
         self._others += [member for member in members if isinstance(member, list | dict | set | deque)]
@@ -364,9 +366,10 @@ def places_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
     return tuple(found)
 
 
-def _is_ours(kind: type) -> bool:
-    """True of a class of Penstock's: an engine, say, to which an object that blocks are handed refers."""
-    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+def _is_ours(code: Callable[..., Any]) -> bool:
+    """True of a class or a function of Penstock's: an engine's, say, to which an object that blocks are handed refers."""
+    module = getattr(code, "__module__", None) or ""  # as a ``functools.partial`` has none
+    return bool(module.partition(".")[0] == __name__.partition(".")[0])
 
 
 def _places(item: Any) -> Iterator[_Step]:
