@@ -108,6 +108,10 @@ def test_what_cannot_be_resumed_says_why(
             [str(a_run), "--steps", "4", "--optimizer.name", "lion"],
             "was started with optimizer.name='adamw', not 'lion'",
         ),
+        (
+            [str(a_run), "--steps", "4", "--data.packing", "false"],
+            "was started with data.packing='continuous', not false:",
+        ),
         ([str(a_run), "--steps", "4", "--precision", "bf16"], "was started with precision='fp32', not 'bf16'"),
     ):
         capsys.readouterr()

@@ -288,6 +288,15 @@ def test_a_check_between_settings_points_at_the_line(config_file: Path) -> None:
     assert f"{config_file}:11: steps=-5" in _refused(config_file)
 
 
+def test_a_length_in_the_other_way_is_given_as_the_refusal_says(config_file: Path) -> None:
+    """``penstock init`` writes epochs, and a first try wants a few steps; or the other way about."""
+    assert "--steps N --epochs null, or --epochs N --steps null" in _refused(config_file, ("epochs", "2"))
+    assert settings.load(config_file, [("epochs", "2"), ("steps", "null")]).epochs == 2
+    config_file.write_text(MINIMAL.replace("steps: 5", "epochs: 2"))
+    assert "--steps N --epochs null, or --epochs N --steps null" in _refused(config_file, ("steps", "3"))
+    assert settings.load(config_file, [("steps", "3"), ("epochs", "null")]).steps == 3
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "says"),
     [

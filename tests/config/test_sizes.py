@@ -9,7 +9,7 @@ import pytest
 from penstock import Budget
 from penstock.cli import settings
 from penstock.config import Endurance, SourceConfig, TokenizerTrainingConfig, parse_size
-from penstock.config.sizes import MEMORY_LEAST, TEXT_LEAST, check_size, format_flops, three_digits
+from penstock.config.sizes import MEMORY_LEAST, TEXT_LEAST, check_size, format_flops, format_parameters, three_digits
 from penstock.errors import ConfigError
 
 
@@ -113,3 +113,15 @@ def test_numbers_have_three_digits_and_all_before_the_point(value: float, writte
     assert format_flops(value * 1e12) == (
         f"{written} TFLOP/s" if value >= 0.1 else f"{three_digits(value * 1e3)} GFLOP/s"
     )
+
+
+def test_a_count_of_parameters_is_never_said_to_be_none() -> None:
+    said = [format_parameters(count) for count in (0, 24_096, 999_999, 1_000_000, 29_360_128, 70_553_706_496)]
+    assert said == [
+        "0 parameters",
+        "24,096 parameters",
+        "999,999 parameters",
+        "1.0M parameters",
+        "29.4M parameters",
+        "70,553.7M parameters",
+    ]

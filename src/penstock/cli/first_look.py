@@ -13,6 +13,7 @@ from penstock.cli.named_files import check_model
 from penstock.cli.settings import check_braces, read
 from penstock.config import ModelConfig, SourceConfig, format_size
 from penstock.config.data import STREAM_FROM
+from penstock.config.sizes import format_parameters
 from penstock.data.forms import form_of_source
 from penstock.data.sources.find import local_source
 from penstock.data.sources.walk import is_packed
@@ -58,8 +59,7 @@ class ModelFacts:
 
     @property
     def said(self) -> str:
-        millions = None if self.parameters is None else self.parameters / 1e6
-        count = "" if millions is None else f", {millions:,.1f}M parameters"
+        count = "" if self.parameters is None else f", {format_parameters(self.parameters)}"
         return f"model    {self.name}: {self.config['model_type']}{count}"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock.cli.plan_text import NORM
 from penstock.config import TrainConfig, format_size
+from penstock.config.sizes import format_parameters
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Pipeline
 from penstock.planner.update_mode import steps_early
@@ -15,7 +16,7 @@ def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int 
     """The lines of a report. ``steps``: of the whole run; None: that depends on how much data there are."""
     step, plans, simulation = found.step, found.step.plans, found.step.simulation
     precision = config.precision_on(machine.device.kind)
-    yield f"{config.model.name}, {found.profile.parameters / 1e6:,.1f}M parameters, {precision}"
+    yield f"{config.model.name}, {format_parameters(found.profile.parameters)}, {precision}"
     if found.beside == 1:
         yield f"on {machine.name}, a pipeline of {len(plans)} ranks, each with blocks of its own"
     else:

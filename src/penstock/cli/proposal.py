@@ -10,6 +10,7 @@ from penstock.cli.first_look import BYTES_A_TOKEN, DataFacts, DiskFacts, Machine
 from penstock.cli.located import RUN
 from penstock.config import SourceConfig, StepConfig, format_size
 from penstock.config.data import STREAM_FROM
+from penstock.config.sizes import format_parameters
 from penstock.schedule.place import Format
 
 _LENGTH = 2048
@@ -131,7 +132,7 @@ def _rate(model: ModelFacts, data: DataFacts, why: dict[str, str]) -> float:
         return 2e-5 if text else 1e-5
     count = model.parameters or 0
     rate = next((rate for most, rate in _SCRATCH if count <= most), _SMALLEST)
-    size = f"{count / 1e6:,.1f}M parameters" if count else "the smallest models"
+    size = format_parameters(count) if count else "the smallest models"
     why["optimizer.lr"] = f"as GPT-3's authors took for {size} (arXiv 2005.14165, table 2.1). Try others first of all"
     return rate
 

@@ -1,5 +1,6 @@
 """Settings that a run keeps: of its model, its data and its optimizer."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,8 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
             name = "batch" if key == "sequences_per_step" else key
             name, was, now = _first_difference(plain(before)[name], plain(config)[name], name)
             raise ConfigError(
-                f"run={config.run!r} was started with {name}={was!r}, not {now!r}: a resumed run must be the same "
-                "model and see the same text, cut in the same way. Put it back, or start another run"
+                f"run={config.run!r} was started with {name}={_shown(was)}, not {_shown(now)}: a resumed run must be "
+                "the same model and see the same text, cut in the same way. Put it back, or start another run"
             )
 
     kind = kind_of(resolve_device(config.device))
@@ -34,8 +35,8 @@ def check_same_data(config: TrainConfig, before: TrainConfig) -> None:
     ):
         if was is not None and was != now:
             raise ConfigError(
-                f"run={config.run!r} was started with {name}={was!r}, not {now!r}: its state is that optimizer's, in "
-                "that precision. Put it back, or start another run"
+                f"run={config.run!r} was started with {name}={_shown(was)}, not {_shown(now)}: its state is that "
+                "optimizer's, in that precision. Put it back, or start another run"
             )
 
 
@@ -47,3 +48,8 @@ def _first_difference(was: Any, now: Any, name: str) -> tuple[str, Any, Any]:
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         inner = [(f"{name}[{place}]", *both) for place, both in enumerate(zip(was, now, strict=True))]
     return next((_first_difference(w, n, key) for key, w, n in inner if w != n), (name, was, now))
+
+
+def _shown(value: Any) -> str:
+    """A setting's value as a file would have it."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

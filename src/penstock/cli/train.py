@@ -38,6 +38,7 @@ from penstock.cli.showing.yardstick import Yardstick, yardstick
 from penstock.cli.split import Cut, check_goes_on, check_shared, cut_batch
 from penstock.config import Family, Precision, RunConfig, TrainConfig, fields_of, format_size
 from penstock.config.optimizer import OptimizerSpec
+from penstock.config.sizes import format_parameters
 from penstock.data.apart import check_keeps_apart
 from penstock.data.batches import Batches, HeldOut
 from penstock.data.opening import Data
@@ -227,7 +228,7 @@ def _train(
     display.say(opening(config, summary_of(data, config.data.sequence_length), parameters))
     own = resident_bytes()
     with ExitStack() as after, ExitStack() as stack:
-        text = f"Preparing {parameters / 1e6:.1f}M parameters and their optimizer state"
+        text = f"Preparing {format_parameters(parameters)} and their optimizer state"
         with display.working(text) as note, _memory_shown(note):
             engine = stack.enter_context(make_engine())
         run.state_made()

@@ -68,6 +68,11 @@ def format_flops(rate: float) -> str:
     return f"{three_digits(rate / 1e12)} TFLOP/s" if rate >= 1e11 else f"{three_digits(rate / 1e9)} GFLOP/s"
 
 
+def format_parameters(count: int) -> str:
+    """A number of parameters for people: ``29360128`` is ``"29.4M parameters"``; below a million, all digits."""
+    return f"{count / 1e6:,.1f}M parameters" if count >= 1_000_000 else f"{count:,} parameters"
+
+
 def format_size(size: float) -> str:
     """A size for people: ``268435456`` is ``"256 MiB"``."""
     if abs(size) < 1023.5:  # there are no parts of bytes: 0.98 KiB would be 1003.52

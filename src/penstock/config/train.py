@@ -160,8 +160,8 @@ class TrainConfig(RunConfig, LayoutConfig):
             if self.steps is None:
                 raise ConfigError("neither steps nor epochs is given: give one, for the length of the run")
             raise ConfigError(
-                "steps and epochs are both given: give one, for the length of the run (as flags: --steps null "
-                "--epochs N)"
+                "steps and epochs are both given: give one, for the length of the run (as flags: --steps N --epochs "
+                "null, or --epochs N --steps null)"
             )
         check_least(self, steps=1)
         if self.epochs is not None and self.epochs <= 0:

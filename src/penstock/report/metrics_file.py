@@ -60,7 +60,10 @@ def read_metrics(path: Path) -> list[StepMetrics]:
         except NO_RECORD as error:
             if number == len(lines):
                 break  # here the run was killed
-            raise ConfigError(f"{path}, line {number}: not a step's metrics ({shown(error)})") from None
+            raise ConfigError(
+                f"{path}, line {number}: not a step's metrics ({shown(error)}): remove the line, which was changed "
+                "after it was written (a run that goes on drops it itself)"
+            ) from None
         found[metrics.step] = metrics
     return [found[step] for step in sorted(found)]
 

@@ -10,7 +10,7 @@ from penstock.cli.launch import how_to_start
 from penstock.cli.showing.display import a_day, clock, counts
 from penstock.cli.showing.meter import Meter
 from penstock.config import TrainConfig, format_size
-from penstock.config.sizes import format_flops
+from penstock.config.sizes import format_flops, format_parameters
 from penstock.report.sentence import format_time, share_of_life, time_of_step
 
 _NO_MORE = 1.1
@@ -23,7 +23,8 @@ def opening(config: TrainConfig, data: str, parameters: int) -> str:
     step_tokens = config.sequences_per_step * config.data.sequence_length
     return (
         f"{data}\n{config.model.name} of "
-        f"{parameters / 1e6:.1f}M parameters; {config.step_count:,} steps of {step_tokens:,} tokens, "
+        f"{format_parameters(parameters)}; {config.step_count:,} step{'s' * (config.step_count > 1)} of "
+        f"{step_tokens:,} tokens, "
         "each compared with the next by the model's own loss"
     )
 
@@ -56,7 +57,7 @@ def closing(meter: Meter, *, own_bytes: int, folder: Path, trace: Path | None, s
     ranks = "" if outline.ranks == 1 else f" to {outline.ranks} ranks; what follows is of the first"
     lines.append(
         f"state    {format_size(meter.state_bytes)}: weights, gradients and optimizer state of "
-        f"{outline.parameters / 1e6:.1f}M parameters, "
+        f"{format_parameters(outline.parameters)}, "
         f"{meter.state_bytes / outline.ranks / outline.given_bytes:.1f}x the memory given{ranks}"
     )
     lines.append(
