@@ -36,7 +36,7 @@ from penstock.state.buffers import Buffers
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
 from penstock.state.splits import SPLITS
-from penstock.store.aside import Aside, has_room, settle
+from penstock.store.aside import Aside, has_room, is_undecided, settle
 from penstock.store.directory import entries
 from penstock.store.facts import facts_of, store_exists
 from penstock.store.removal import delete_store
@@ -263,11 +263,16 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[
     or deleted where drives have no room for both.
 
     Raises:
-        ConfigError: another run's state is there.
+        ConfigError: another run's state is there, be it set aside.
         StoreError: the store cannot be opened, or is in use.
     """
     for paths in _places(budget.disk_paths):
         settle(paths)  # a start that was killed has left it
+        if is_undecided(paths) and not overwrite:
+            raise ConfigError(
+                f"budget.disk: in {paths[0]} a start that was told to replace another run's state has taken no step "
+                "yet: end it (trainer.end()), or give another directory"
+            )
     stores = _stores_in(budget.disk_paths)
     origin = {} if resumes is None else _origin(resumes)
     same = origin.get("disk") == _resolved(budget.disk_paths)

@@ -70,10 +70,11 @@ class Aside:
             self._held = undo.pop_all()
 
     def put_back(self) -> None:
-        """The start has failed: what it has made goes. Nobody may have it open. Raises as ``settle``."""
+        """The start has failed: what it has made goes, unless a step of it was committed. Nobody may have it open.
+        Raises as ``settle``."""
         with self._held, reported(_PUTTING_BACK), ExitStack() as stack:
             locked(self._paths, stack)
-            _put_back(self._paths)
+            _decide(self._paths)
 
     def remove(self) -> None:
         """The new store has taken a step: it is the one that counts. Raises as ``settle``."""
@@ -89,24 +90,40 @@ def settle(paths: Sequence[Path]) -> None:
         StoreError: a directory is missing or in use, they are not all of the store's, what is there cannot be read, or
             a drive fails.
     """
-    found = [path / name for path in paths for name in (_MOVED, _ASIDE, _GONE) if is_there(path / name)]
+    found = _folders(paths)
     if not found or any(is_locked(folder) for folder in found):
         return
     with reported(_PUTTING_BACK), ExitStack() as stack:
         for path in paths:
             check_directory(path)
         locked(paths, stack)
-        if {_MOVED, _GONE}.isdisjoint(names := {folder.name for folder in found}):
-            require_all(
-                paths, [Manifest.read(path / _ASIDE) for path in paths]
-            )  # or parts of it would go or come alone
-        if _GONE in names or (_MOVED not in names and _has_stepped(paths)):
-            _remove(paths)
-        else:
-            _put_back(paths)
+        _decide(paths)
+
+
+def is_undecided(paths: Sequence[Path]) -> bool:
+    """True if a store is set aside in these directories: once they are settled, by a process that goes on.
+
+    Raises:
+        StoreError: a directory may not be looked at.
+    """
+    return bool(_folders(paths))
 
 
 _PUTTING_BACK = "putting a store back that was set aside"
+
+
+def _folders(paths: Sequence[Path]) -> list[Path]:
+    return [path / name for path in paths for name in (_MOVED, _ASIDE, _GONE) if is_there(path / name)]
+
+
+def _decide(paths: Sequence[Path]) -> None:
+    names = {folder.name for folder in _folders(paths)}
+    if names == {_ASIDE}:  # all of its parts have to be known: none may go, or come, alone
+        require_all(paths, [Manifest.read(path / _ASIDE) for path in paths])
+    if _GONE in names or (names == {_ASIDE} and _has_stepped(paths)):
+        _remove(paths)
+    else:
+        _put_back(paths)
 
 
 def _has_stepped(paths: Sequence[Path]) -> bool:
