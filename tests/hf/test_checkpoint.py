@@ -169,6 +169,37 @@ def test_an_old_checkpoint_does_not_replace_what_a_later_run_has_put_in_its_stor
         trainer.end()
 
 
+def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tmp_path: Path) -> None:
+    """At its plan, and at a row that cannot be read; also where nobody ends it, as a kill does not. One that takes a
+    step replaces it, and nothing else is left."""
+    streamed(tmp_path, max_steps=2).end()
+    before, names = facts_of([tmp_path / "store"]), sorted((tmp_path / "store").iterdir())
+    assert before is not None
+
+    class Unreadable(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise ValueError("no such row")
+
+    small = penstock.Budget(device="10KiB", host="64MiB", disk=tmp_path / "store")
+    for engine, rows, said in (({"budget": small}, DATA, "is too small"), ({}, Unreadable(DATA), "no such row")):
+        trainer = on_engine(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True, **engine)})
+        trainer.train_dataset = rows
+        with pytest.raises(ValueError, match=said):
+            trainer.train()
+        trainer.end()
+        assert facts_of([tmp_path / "store"]) == before
+    assert sorted((tmp_path / "store").iterdir()) == names
+    if (child := os.fork()) == 0:
+        assert on_engine(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}).engine.step_count == 0
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert facts_of([tmp_path / "store"]) != before
+    with pytest.raises(penstock.ConfigError, match="another run after step 2"):
+        streamed(tmp_path, max_steps=1)
+    streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=1).end()
+    assert sorted((tmp_path / "store").iterdir()) == names
+
+
 def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
     """Evaluation leaves such a store, or a run that ended before its first step."""
     losses = []

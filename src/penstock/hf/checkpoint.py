@@ -5,6 +5,7 @@ and it is handed on to the run that is resumed. A store is replaced by a checkpo
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -35,13 +36,16 @@ from penstock.state.buffers import Buffers
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
 from penstock.state.splits import SPLITS
+from penstock.store.aside import Aside, has_room, is_undecided, settle
 from penstock.store.directory import entries
-from penstock.store.facts import store_exists
+from penstock.store.facts import facts_of, store_exists
 from penstock.store.removal import delete_store
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
+
+log = logging.getLogger("penstock")
 
 SNAPSHOT = "penstock.snapshot"
 SCHEDULER = "scheduler.pt"
@@ -223,34 +227,93 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: Ranks
             part.verify()
 
 
-def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
-    """Make the disk tier free for a run, before it takes the model's values.
+class Replaced:
+    """Stores of other runs that are set aside as a run begins in their place, until it has taken a step."""
+
+    def __init__(self) -> None:
+        self._aside: list[Aside] = []
+
+    def make_room(self, resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
+        self._aside += make_room(resumes, budget, overwrite=overwrite)
+
+    def remove(self) -> None:
+        """The run has taken a step.
+
+        Raises:
+            StoreError: a drive fails.
+        """
+        while self._aside:
+            self._aside.pop().remove()
+
+    def put_back(self) -> None:
+        """Nobody has the new run's stores open: those that are still set aside are what they were. Raises nothing."""
+        while self._aside:
+            try:
+                self._aside.pop().put_back()
+            except StoreError as error:  # another rank may not be done yet
+                log.warning("the state that was to be replaced is put back by the next start here: %s", error)
+
+
+def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[Aside]:
+    """Make the disk tier free for a run, before it takes the model's values. Returns what was set aside.
 
     What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. So
     is a store in which no step was taken: it holds values that a model had, not those of the one that is given. A store
-    of another run is deleted only where ``overwrite`` says so, and one of ``penstock train`` never.
+    of another run is replaced only where ``overwrite`` says so, and one of ``penstock train`` never: it is set aside,
+    or deleted where drives have no room for both.
 
     Raises:
-        ConfigError: another run's state is there.
+        ConfigError: another run's state is there, be it set aside.
         StoreError: the store cannot be opened, or is in use.
     """
+    for paths in _places(budget.disk_paths):
+        settle(paths)  # a start that was killed has left it
+        if is_undecided(paths) and not overwrite:
+            raise ConfigError(
+                f"budget.disk: in {paths[0]} a start that was told to replace another run's state has taken no step "
+                "yet: end it (trainer.end()), or give another directory"
+            )
     stores = _stores_in(budget.disk_paths)
+    origin = {} if resumes is None else _origin(resumes)
+    same = origin.get("disk") == _resolved(budget.disk_paths)
     if not overwrite:
-        origin = {} if resumes is None else _origin(resumes)
         for paths in stores:
-            _check_replaceable(paths, origin, same=origin.get("disk") == _resolved(budget.disk_paths))
+            _check_replaceable(paths, origin, same=same)
+    found: list[Aside] = []
     for paths in stores:
-        if not delete_store(paths, only=lambda facts: facts.owner is None):
+        if overwrite and _is_kept(paths, origin):
+            log.warning("%s: the state of another run is kept beside the new one's until that has taken a step", *paths)
+            found.append(Aside(paths))
+        elif not delete_store(paths, only=lambda facts: facts.owner is None):
             raise ConfigError(
                 f"budget.disk: {paths[0]} holds the state of a run of penstock train: give another directory"
             )
+    return found
+
+
+def _is_kept(paths: Sequence[Path], origin: Mapping[str, Any]) -> bool:
+    """True if a store is the state of another run, which may be all that there is of it, and there is room for it."""
+    try:
+        facts = facts_of(paths)
+    except StoreError:  # it cannot be gone on from: whoever deletes it says why
+        return False
+    if facts is None or facts.record is None or facts.untouched or facts.owner is not None:
+        return False
+    run = _run_of(facts.record.get("position"))
+    return (run is None or run != origin.get(_RUN)) and has_room(paths)
+
+
+def _places(directories: Sequence[Path]) -> list[Sequence[Path]]:
+    """The directories that a store may have in the budget's: of one process, and of each rank of several, how many they
+    were when it was made."""
+    ranks = sorted({path.name for directory in directories for path in entries(directory) if is_of_rank(path)})
+    return [directories, *([d / name for d in directories] for name in ranks)]
 
 
 def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
-    """The directories of every store in the budget's: of one process, and of each rank of several, how many they were
-    when it was made."""
-    ranks = sorted({path.name for directory in directories for path in entries(directory) if is_of_rank(path)})
-    found = [directories, *([d / name for d in directories if (d / name).is_dir()] for name in ranks)]
+    """The directories of every store in the budget's."""
+    own, *of_ranks = _places(directories)
+    found = [own, *([path for path in paths if path.is_dir()] for paths in of_ranks)]
     return [paths for paths in found if store_exists(paths)]
 
 

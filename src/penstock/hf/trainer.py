@@ -96,6 +96,7 @@ class EngineMixin(EvaluationSteps):
         self._limit: float | None = None  # of the norm, once there is an engine
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
+        self._replaced = checkpoint.Replaced()
         self._written: Path | None = None  # the checkpoint that was begun last
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
@@ -132,7 +133,8 @@ class EngineMixin(EvaluationSteps):
 
     def _check_foreign(self, given: Mapping[str, Any]) -> None:
         for name in _FOREIGN:
-            if any(part is not None for part in _parts(given.get(name))):
+            value = given.get(name)
+            if any(part is not None for part in (value if isinstance(value, tuple) else (value,))):
                 raise ConfigError(
                     f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
                 )
@@ -178,8 +180,7 @@ class EngineMixin(EvaluationSteps):
 
     def _open_engine(self) -> Engine:
         self._check()  # TRL may ask for it before it is done with its constructor
-        device = self.args.device
-        model = self.model
+        model, device = self.model, self.args.device
         assert isinstance(model, nn.Module)
         model.zero_grad()  # as the library's own ``train`` does
         asked = self._asked(model)
@@ -200,6 +201,7 @@ class EngineMixin(EvaluationSteps):
             engine = wrap_among(ranks, model, asked)
         except BaseException:
             ranks.close()
+            self._replaced.put_back()
             raise
         self._ranks = ranks
         checkpoint.name_run(engine, ranks)
@@ -209,7 +211,7 @@ class EngineMixin(EvaluationSteps):
     def _make_room(self, ranks: Ranks, host: int) -> None:
         given = self._engine_arguments
         if ranks.host == host and ranks.is_first_on_host:
-            checkpoint.make_room(self._resumes, given.budget, overwrite=given.overwrite)
+            self._replaced.make_room(self._resumes, given.budget, overwrite=given.overwrite)
 
     def _asked(self, model: nn.Module) -> WrapArguments:
         """The engine that the arguments ask for. Takes note of the dtypes that the model is given in."""
@@ -241,6 +243,7 @@ class EngineMixin(EvaluationSteps):
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
+        self._replaced.put_back()
 
     # ---- training
 
@@ -332,6 +335,7 @@ class EngineMixin(EvaluationSteps):
 
         def step(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
+            self._replaced.remove()
 
         self._after_notes(self._taken_by_engine(step, batches, losses, weights), batches)
         assert self._stats is not None
@@ -494,7 +498,3 @@ class Trainer(EngineMixin, transformers.Trainer):
 def _is_of_library(named: Any) -> bool:
     """True of a class, or a function, that is one of the libraries' own."""
     return str(named.__module__).partition(".")[0] in _LIBRARIES
-
-
-def _parts(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
