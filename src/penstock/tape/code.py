@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -32,11 +32,13 @@ def is_of_a_model(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] not in _LIBRARIES
 
 
-def reached(values: Iterable[Any]) -> tuple[list[types.FunctionType], list[type]]:
-    """The functions and classes behind ``values``, and those of the model's own that these refer to."""
+def reached(kinds: Collection[type], values: Iterable[Any]) -> tuple[list[types.FunctionType], list[type]]:
+    """The functions and classes of a model's own that ``kinds`` refer to, or that are behind ``values``; ``kinds`` and
+    their functions are among them, also if they are a library's."""
     found: dict[int, Code] = {}
-    queue = deque(code for value in values for code in _code_of(value))
-    first = {id(code) for code in queue}
+    members = [code for kind in kinds for part in vars(kind).values() for code in _code_of(part, objects=False)]
+    queue: deque[Code] = deque([*kinds, *members, *(code for value in values for code in _code_of(value))])
+    first = {id(code) for code in (*kinds, *members)}
     while queue and len(found) < _MOST:
         code = queue.popleft()
         if id(code) in found or not (id(code) in first or is_of_a_model(code.__module__)):

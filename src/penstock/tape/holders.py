@@ -272,12 +272,10 @@ class Search:
         """``own``: modules that are in no block; ``every``: all of the model."""
         self._own = tuple(own)
         self._others: list[Any] = [loss_fn, *(hook for module in every for hook in forward_hooks(module))]
-        kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)} - {
-            nn.Module
-        }
+        kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         values = [value for module in self._own for value in attributes_of(module).values()]
-        functions, classes = reached((*kinds, *self._others, *values))
-        self._code: list[Any] = [*functions, *classes]
+        functions, classes = reached(kinds - {nn.Module}, (*self._others, *values))
+        self._code: list[Any] = [*classes, *(code for code in functions if is_of_a_model(code.__module__))]
         self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
         # As a set: functions of one module refer to the same ones. Those that are not there yet may be, later.
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
