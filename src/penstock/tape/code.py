@@ -22,7 +22,7 @@ _MOST = 5_000
 _LIBRARIES = sys.stdlib_module_names | {
     *(__name__.partition(".")[0], "torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "einops", "triton"),
     *("transformers", "peft", "trl", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub"),
-    *("lightning", "pytorch_lightning", "lightning_fabric", "wandb", "pytest", "_pytest", "pluggy"),
+    *("lightning", "pytorch_lightning", "lightning_fabric", "wandb", "pytest", "pluggy"),
 }
 """Packages that keep nothing of a model's in their own functions and classes."""
 
