@@ -4,7 +4,6 @@ There is one such place for all micro-batches that are under way. So each has it
 its forward goes on (``own_values``).
 """
 
-import builtins
 import functools
 import logging
 import operator
@@ -24,6 +23,7 @@ from torch import nn
 from penstock.compat.modules import forward_hooks
 from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
+from penstock.tape.code import globals_of, is_of_a_model, reached
 from penstock.tape.opaque import slots_of
 
 ABSENT: Any = object()
@@ -39,6 +39,9 @@ _WITHOUT = (
     *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, torch.Generator, logging.Logger),
 )
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
+
+_METHODS = (types.FunctionType, property, staticmethod, classmethod, type)
+"""Types of what is in a class and keeps nothing for it: functions are looked at by themselves."""
 
 _PLAIN = trees.PLAIN | {torch.Tensor, nn.Parameter}
 """Types of nearly all arguments of blocks."""
@@ -204,6 +207,21 @@ class Slot(Holder):
         return value if isinstance(value, key.__objclass__) else None
 
 
+class ClassAttribute(Holder):
+    """An attribute of a class itself, which its metaclass is not asked about."""
+
+    outer = (type,)
+
+    def now(self) -> Any:
+        return vars(self.of).get(self.key, ABSENT)
+
+    def put(self, value: Any) -> None:
+        if value is not ABSENT:
+            type.__setattr__(self.of, self.key, value)
+        elif self.now() is not ABSENT:
+            type.__delattr__(self.of, self.key)
+
+
 class Inner(Holder):
     """A place within whatever is in another place, ``of``: the model may put another object there, or first make it in
     a forward. ``key``: the way from there, of each place its class as a holder, and key."""
@@ -248,7 +266,7 @@ Steps = tuple[_Step, ...]
 
 class Search:
     """Finds the tensors that are kept by the attributes of a model's own modules, and by the variables and globals that
-    its code, its hooks and its loss function refer to."""
+    its code, its hooks and its loss function refer to, or functions and classes of its own that these use."""
 
     def __init__(self, own: Iterable[nn.Module], every: Iterable[nn.Module], loss_fn: Callable[..., Any]) -> None:
         """``own``: modules that are in no block; ``every``: all of the model."""
@@ -256,10 +274,10 @@ class Search:
         # The tape's own hooks, of which each module has one, keep nothing: a search would grow with the model.
         hooks = (hook for module in every for hook in forward_hooks(module) if not _is_ours(hook))
         self._others: list[Any] = [loss_fn, *hooks]
-        code = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)} - {nn.Module}
-        members = [member for cls in code for member in vars(cls).values()]
-        self._others += [member for member in members if isinstance(member, list | dict | set | deque)]
-        functions = [member for member in members if isinstance(member, types.FunctionType)]
+        kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+        values = [value for module in self._own for value in attributes_of(module).values()]
+        functions, classes = reached(kinds - {nn.Module}, (*self._others, *values))
+        self._code: list[Any] = [*classes, *(code for code in functions if is_of_a_model(code.__module__))]
         self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
         # As a set: functions of one module refer to the same ones. Those that are not there yet may be, later.
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
@@ -279,6 +297,8 @@ class Search:
     def _all(self) -> Iterator[tuple[Any, Steps]]:
         """All values that are tensors, or may hold some, each with the way to it."""
         queue: deque[tuple[Steps, Any]] = deque(((), other) for other in self._others)
+        for code in self._code:
+            queue += ((() if step is None else (step,), part) for step, part in _parts(code) if self._may_hold(part))
         for entry in self._globals:
             if (value := entry.now()) is not ABSENT:
                 queue.append((((Entry, entry.of, entry.key),), value))
@@ -376,6 +396,8 @@ def _places(item: Any) -> Iterator[_Step]:
     """The places that an object consists of: the variables of a function; all of a dict, or a list; all attributes."""
     if isinstance(item, types.FunctionType):
         yield from ((Variable, cell, None) for cell in item.__closure__ or ())
+        if item.__dict__:
+            yield Attributes, item.__dict__, None
         return
     if isinstance(item, dict):
         yield Entries, item, None
@@ -390,6 +412,8 @@ def _places(item: Any) -> Iterator[_Step]:
 
 def _fixed(item: Any) -> Collection[Any]:
     """The values within an object that has no places for them."""
+    if isinstance(item, types.FunctionType):
+        return (*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values())
     if isinstance(item, types.MethodType):
         return item.__self__, item.__func__
     if isinstance(item, functools.partial):
@@ -398,13 +422,23 @@ def _fixed(item: Any) -> Collection[Any]:
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
-    """The values within an object, each with its holder; with none where it can only be put back with the object."""
+    """The values within an object, and of a function those that it refers to, each with its holder; with none where it
+    can only be put back with the object."""
+    yield from _parts(item)
+    if isinstance(item, types.FunctionType):
+        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
+
+
+def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
+    """The values within an object: see ``_within``."""
+    if isinstance(item, type):
+        members = list(vars(item).items())
+        yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
+        return
     if isinstance(item, tuple):
         yield from (((Part, item, index), part) for index, part in enumerate(item))
     else:
         yield from ((None, part) for part in _fixed(item))
-    if isinstance(item, types.FunctionType):
-        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
     for step in _places(item):
         kind, of, _ = step
         if issubclass(kind, Entries):
@@ -417,7 +451,10 @@ def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
 
 
 def _attributes(item: object) -> dict[str, Any] | None:
-    """The dict of an object's attributes, without running code of its own; None: it has none."""
+    """The dict of an object's attributes, without running code of its own; None: it has none. Of a ``threading.local``
+    that of this thread."""
+    if isinstance(item, threading.local):
+        return threading.local.__getattribute__(item, "__dict__")
     try:
         found = object.__getattribute__(item, "__dict__")
     except AttributeError:
@@ -427,15 +464,7 @@ def _attributes(item: object) -> dict[str, Any] | None:
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[_Step, Any]]:
     """The globals that a function may refer to, but for modules and code, each with its value now, or ``ABSENT``."""
-    known = function.__globals__
-    for name in _names(function.__code__):
+    for known, name in globals_of(function):
         value = known.get(name, ABSENT)
-        if not (callable(value) or isinstance(value, types.ModuleType)):
+        if not (isinstance(value, types.ModuleType) or (callable(value) and not is_of_a_model(type(value).__module__))):
             yield (Entry, known, name), value
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """The names that code refers to, of globals and of attributes, but for those of Python itself."""
-    inner = (_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*inner) - vars(builtins).keys()

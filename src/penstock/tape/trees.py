@@ -270,4 +270,9 @@ def _store(value: Any, key: Any, item: Any) -> None:
 def _rebuild(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(map(operator.is_, items, value)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    kind = type(value)
+    # A class of one's own may be called with other arguments. Those in C (``torch.return_types``) are made by a call.
+    new = kind(items) if hasattr(kind, "n_fields") else tuple.__new__(kind, items)
+    if attributes := getattr(value, "__dict__", None):
+        vars(new).update(attributes)
+    return new
