@@ -387,7 +387,7 @@ def places_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
 
 
 def _is_ours(code: Callable[..., Any]) -> bool:
-    """True of a class or a function of Penstock's: an engine's, say, to which an object that blocks are handed refers."""
+    """True of a class or a function of Penstock's, as of an engine to which an object that blocks are handed refers."""
     module = getattr(code, "__module__", None) or ""  # as a ``functools.partial`` has none
     return bool(module.partition(".")[0] == __name__.partition(".")[0])
 
@@ -453,10 +453,11 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
 def _attributes(item: object) -> dict[str, Any] | None:
     """The dict of an object's attributes, without running code of its own; None: it has none. Of a ``threading.local``
     that of this thread."""
+    read: Callable[[object, str], Any] = object.__getattribute__
     if isinstance(item, threading.local):
-        return threading.local.__getattribute__(item, "__dict__")
+        read = threading.local.__getattribute__
     try:
-        found = object.__getattribute__(item, "__dict__")
+        found = read(item, "__dict__")
     except AttributeError:
         return None
     return found if isinstance(found, dict) else None
