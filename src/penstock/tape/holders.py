@@ -453,7 +453,7 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
 def _attributes(item: object) -> dict[str, Any] | None:
     """The dict of an object's attributes, without running code of its own; None: it has none. Of a ``threading.local``
     that of this thread."""
-    read: Callable[[object, str], Any] = object.__getattribute__
+    read: Callable[[Any, str], Any] = object.__getattribute__
     if isinstance(item, threading.local):
         read = threading.local.__getattribute__
     try:
