@@ -294,8 +294,8 @@ def test_a_run_does_not_go_on_with_other_adapters(
     for changed, says in (
         ("{rank: 2, alpha: 64}", "lora.alpha=4, not 64"),
         ("{rank: 2, alpha: 4, dropout: 0.5}", "lora.dropout=0.0, not 0.5"),
-        ("{rank: 2, alpha: 4, target_modules: [q_proj]}", "lora.target_modules='all-linear', not ['q_proj']"),
-        ("null", "lora={'rank': 2, "),
+        ("{rank: 2, alpha: 4, target_modules: [q_proj]}", "lora.target_modules='all-linear', not [\"q_proj\"]"),
+        ("null", 'lora={"rank": 2, '),
     ):
         capsys.readouterr()
         assert main(["resume", str(tmp_path / "run"), "--steps", "2", "--lora", changed]) == 2
