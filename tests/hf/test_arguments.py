@@ -165,7 +165,11 @@ def test_what_cannot_be_honoured_stops_a_run_before_its_first_step(
 
 
 @pytest.mark.parametrize(
-    ("cls", "message"), [(OwnOptimizer, "create_optimizer was overridden"), (OwnStep, "no step was taken")]
+    ("cls", "message"),
+    [
+        (OwnOptimizer, "trainer.optimizer is SGD, because .* create_optimizer was overridden"),
+        (OwnStep, "no step was taken"),
+    ],
 )
 def test_a_subclass_that_would_train_past_the_engine_is_refused(tmp_path: Path, cls: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

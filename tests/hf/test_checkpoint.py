@@ -13,7 +13,8 @@ import transformers
 
 import penstock
 from penstock.hf import Trainer, checkpoint, last_checkpoint
-from penstock.store.facts import facts_of
+from penstock.store import Layout, Store
+from penstock.store.facts import facts_of, store_exists
 from tests.cli.test_claim import as_nobody
 from tests.folder_power import LOSSES, FlushLog, Loss
 from tests.hf.test_trainer import DATA, HELD_OUT, on_engine, streamed
@@ -198,6 +199,25 @@ def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tmp_path: Path
         streamed(tmp_path, max_steps=1)
     streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=1).end()
     assert sorted((tmp_path / "store").iterdir()) == names
+
+
+def test_stores_of_several_ranks_are_set_aside_only_where_there_is_room_for_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def budget(room: int) -> penstock.Budget:
+        for paths in (places := [[tmp_path / "rank-0"], [tmp_path / "rank-1"]]):
+            with Store.create(paths, Layout.build([("a", 8192, 2)]), model={}, stripe=4096) as store:
+                store.commit({"step": 7, "whole": True})
+        size = (places[0][0] / "penstock.store").stat().st_size
+        monkeypatch.setattr("penstock.store.aside.free_bytes", lambda path: room * size)
+        return penstock.Budget(device="1MiB", host="1MiB", disk=tmp_path)
+
+    for room, count in ((3, 0), (4, 2)):
+        found = checkpoint.make_room(None, budget(room), overwrite=True)
+        assert len(found) == count
+        assert not any(store_exists([tmp_path / f"rank-{rank}"]) for rank in range(2))
+        for one in found:
+            one.remove()
 
 
 def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:

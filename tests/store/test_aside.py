@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import Layout, Store
+from penstock.store import Layout, Store, aside, directory
 from penstock.store.aside import Aside, has_room, settle
 from penstock.store.facts import facts_of
 
@@ -38,22 +38,68 @@ def old(tmp_path: Path) -> Paths:
 
 def test_a_store_is_put_back_and_what_was_begun_in_its_place_goes(old: Paths) -> None:
     assert has_room(old)
-    aside = Aside(old)
+    begun = Aside(old)
     assert step_of(old) is None
     made(old, 0)
     settle(old)  # another process looks: it is not decided yet
     assert step_of(old) == 0
-    aside.put_back()
+    begun.put_back()
     assert (step_of(old), left(old)) == (7, [])
     with Store.open(old) as store:
         assert store.last_commit() == {"step": 7, "whole": True}
 
 
 def test_a_store_is_removed_when_the_new_one_counts(old: Paths) -> None:
-    aside = Aside(old)
+    begun = Aside(old)
     made(old, 0)
-    aside.remove()
+    begun.remove()
     assert (step_of(old), left(old)) == (0, [])
+
+
+def test_who_looked_just_before_a_store_was_set_aside_does_not_decide(
+    old: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the folders before they were locked, and had to wait for the directories until they were."""
+    begun = Aside(old)
+    asked: list[Path] = []
+
+    def is_locked(folder: Path) -> bool:
+        asked.append(folder)
+        return len(asked) > len(old) and directory.is_locked(folder)
+
+    with monkeypatch.context() as early:
+        early.setattr(aside, "is_locked", is_locked)
+        settle(old)
+    assert len(asked) > len(old)
+    assert left(old) != []
+    begun.put_back()
+    assert (step_of(old), left(old)) == (7, [])
+
+
+def test_a_store_that_was_put_back_by_others_is_not_removed(old: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the file system's locks are known on one host alone."""
+    begun = Aside(old)
+    with monkeypatch.context() as unseen:
+        unseen.setattr(aside, "is_locked", lambda folder: False)
+        settle(old)
+    assert step_of(old) == 7
+    begun.put_back()
+    assert step_of(old) == 7
+
+
+def test_no_store_is_made_where_another_is_still_being_set_aside(old: Paths) -> None:
+    """The old one counts: whoever puts it back would write over the new one."""
+    for renames in range(1, 7):
+        assert not _ends(lambda: Aside(old), renames=renames)
+        if not any((path / "penstock.store").exists() for path in old):
+            break
+    else:
+        raise AssertionError("it never was in neither place")
+    with pytest.raises(StoreError, match=r"stopped as it set that aside. A start of penstock.hf.Trainer"):
+        made(old, 0)
+    settle(old)
+    assert (step_of(old), left(old)) == (7, [])
+    assert has_room(old)
 
 
 def _ends(work: Callable[[], object], *, renames: int = 99) -> bool:
@@ -84,9 +130,9 @@ def test_whatever_it_is_broken_off_by_one_of_the_two_stores_is_there(then: str, 
     """At each name that is given; and again at each of them as the next start settles it."""
 
     def begin() -> None:
-        aside = Aside(paths)
+        begun = Aside(paths)
         made(paths, 0 if then == "put_back" else 3)
-        getattr(aside, then)()
+        getattr(begun, then)()
 
     for number in range(60):
         paths = made([tmp_path / f"a{number}", tmp_path / f"b{number}"], 7)

@@ -279,9 +279,12 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[
     if not overwrite:
         for paths in stores:
             _check_replaceable(paths, origin, same=same)
+    kept = [paths for paths in stores if overwrite and _is_kept(paths, origin)]
+    if not has_room([path for paths in kept for path in paths]):
+        kept = []
     found: list[Aside] = []
     for paths in stores:
-        if overwrite and _is_kept(paths, origin):
+        if paths in kept:
             log.warning("%s: the state of another run is kept beside the new one's until that has taken a step", *paths)
             found.append(Aside(paths))
         elif not delete_store(paths, only=lambda facts: facts.owner is None):
@@ -292,7 +295,7 @@ def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[
 
 
 def _is_kept(paths: Sequence[Path], origin: Mapping[str, Any]) -> bool:
-    """True if a store is the state of another run, which may be all that there is of it, and there is room for it."""
+    """True if a store is the state of another run, which may be all that there is of it."""
     try:
         facts = facts_of(paths)
     except StoreError:  # it cannot be gone on from: whoever deletes it says why
@@ -300,7 +303,7 @@ def _is_kept(paths: Sequence[Path], origin: Mapping[str, Any]) -> bool:
     if facts is None or facts.record is None or facts.untouched or facts.owner is not None:
         return False
     run = _run_of(facts.record.get("position"))
-    return (run is None or run != origin.get(_RUN)) and has_room(paths)
+    return run is None or run != origin.get(_RUN)
 
 
 def _places(directories: Sequence[Path]) -> list[Sequence[Path]]:

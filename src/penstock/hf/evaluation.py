@@ -14,7 +14,7 @@ from torch import nn
 from penstock.compat.accelerate import Ahead
 from penstock.compat.transformers import TrainerSteps
 from penstock.errors import BudgetError, ConfigError
-from penstock.hf import joint
+from penstock.hf import changes, joint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.pieces import Loss, Notes, current_notes
 from penstock.hf.training_arguments import refuse_logits
@@ -60,8 +60,11 @@ class EvaluationSteps(TrainerSteps):
         """The library's own step of evaluation, run by the engine: its outputs, logits too, are whole on the device.
 
         Raises:
-            ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for.
+            ConfigError: the batch is no mapping, or ranks share each sequence, and more than the loss is asked for; or
+                the model is not the engine's.
         """
+        assert self.model is not None
+        changes.check_model(model, self.model)
         if self._engine_arguments.cp > 1 and not prediction_loss_only:
             refuse_logits(self._engine_arguments.cp)
         if not isinstance(inputs, Mapping):

@@ -30,14 +30,14 @@ from penstock.engine.arguments import LoopArguments, WrapArguments
 from penstock.engine.engine import Engine
 from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
-from penstock.hf import checkpoint, joint
+from penstock.hf import changes, checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
 from penstock.hf.evaluation import Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_launch, check_limit, check_spans, limit_of
+from penstock.hf.training_arguments import check_arguments, check_limit, check_trainer, limit_of, refuse_foreign
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -48,7 +48,6 @@ from penstock.tape.guard import guard
 
 T = TypeVar("T")
 
-_FOREIGN = ("optimizers", "model_init")
 _REPLACED = ("training_step", "create_optimizer", *REPLACED)
 _LIBRARIES = ("transformers", "trl")
 
@@ -94,6 +93,8 @@ class EngineMixin(EvaluationSteps):
         self._collected: list[tuple[Any, Loss, float]] = []  # batches of the step that is begun, with weights
         self._stats: StepStats | None = None
         self._limit: float | None = None  # of the norm, once there is an engine
+        self._settings: Mapping[str, Any] = {}  # of the engine's optimizer, as they were when it was made
+        self._driven: DrivenOptimizer | None = None  # that optimizer in the loop's hands
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
         self._replaced = checkpoint.Replaced()
@@ -103,7 +104,7 @@ class EngineMixin(EvaluationSteps):
             super().__init__(*args, **kwargs)
             brought = (self.optimizer, getattr(self.lr_scheduler, "optimizer", self.lr_scheduler))
             foreign = tuple(part for part in brought if not isinstance(part, DrivenOptimizer))
-            self._check_foreign({"optimizers": foreign, "model_init": self.model_init})
+            refuse_foreign({"optimizers": foreign, "model_init": self.model_init})
             self._check()
         except BaseException:
             self._close_engine()  # nobody has the trainer that could end it
@@ -127,28 +128,15 @@ class EngineMixin(EvaluationSteps):
 
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments of the constructor, by their names, before data sets are prepared."""
-        self._check_foreign(given)
+        refuse_foreign(given)
         if given.get("args") is not None:
             check_arguments(given["args"])
 
-    def _check_foreign(self, given: Mapping[str, Any]) -> None:
-        for name in _FOREIGN:
-            value = given.get(name)
-            if any(part is not None for part in (value if isinstance(value, tuple) else (value,))):
-                raise ConfigError(
-                    f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
-                )
-
     def _check(self) -> None:
-        """Refuse what cannot be honoured, as the library has filled it in."""
-        check_arguments(self.args)
-        check_launch(self)
-        check_spans(self, self._engine_arguments.cp)
-        if getattr(self.model, "is_activation_checkpointing", False):
-            raise ConfigError(
-                "the model has activation checkpointing switched on, and the engine recomputes blocks by itself: "
-                "call model.activation_checkpointing_disable()"
-            )
+        """Refuse what cannot be honoured, as the library has filled it in, or a program has set since."""
+        check_trainer(self, self._engine_arguments.cp)
+        if self._engine is not None:
+            changes.check_model(self.model, self._engine.model)
 
     # ---- the engine
 
@@ -173,9 +161,14 @@ class EngineMixin(EvaluationSteps):
     @property
     def engine(self) -> Engine:
         """The engine that holds the model's state; made when it is first needed, and open until ``end``. Of several
-        processes all come here, and make one together."""
+        processes all come here, and make one together.
+
+        Raises:
+            ConfigError: ``model`` was replaced since.
+        """
         if self._engine is None:
             self._engine = self._open_engine()
+        changes.check_model(self.model, self._engine.model)
         return self._engine
 
     def _open_engine(self) -> Engine:
@@ -218,7 +211,7 @@ class EngineMixin(EvaluationSteps):
         if not start.built_on_meta(model):
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         given = self._engine_arguments
-        weights, self._limit = given.weights, limit_of(self.args)
+        weights, self._limit, self._settings = given.weights, limit_of(self.args), changes.settings_of_optimizer(self)
         if weights is not None and hasattr(model, "peft_config"):
             weights = BaseWeights(weights)
         return WrapArguments(
@@ -255,6 +248,7 @@ class EngineMixin(EvaluationSteps):
                 saved of a model that cannot be; or a checkpoint is to be resumed and none is complete.
             ModelError: the model has adapters that could not be saved.
         """
+        self._check()
         check_adapters(self.model)
         written = isinstance(self.model, transformers.PreTrainedModel) or has_adapters(self.model)
         if self.args.save_strategy != "no" and not written:
@@ -298,7 +292,11 @@ class EngineMixin(EvaluationSteps):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""
         if self.optimizer is None:
-            self.optimizer = DrivenOptimizer(self.engine.optimizer, self._finish_step)
+            changes.check_not_renewed(self._driven)
+            streamed = self.engine.optimizer
+            changes.check_settings(changes.settings_of_optimizer(self), self._settings)
+            self.optimizer = self._driven = DrivenOptimizer(streamed, self._finish_step)
+        changes.check_optimizer(self.optimizer, self._driven)
         return self.optimizer
 
     def training_step(
@@ -308,6 +306,7 @@ class EngineMixin(EvaluationSteps):
 
         By then the step has happened: callbacks that are called before ``optimizer.step`` come after it.
         """
+        changes.check_model(model, self.engine.model)
         model.train()
         dealt = self.current_gradient_accumulation_steps
 
@@ -327,8 +326,7 @@ class EngineMixin(EvaluationSteps):
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), DrivenOptimizer):
-            raise ConfigError("create_optimizer was overridden: the engine's optimizer is the only one that it can use")
+        changes.check_optimizer(self.optimizer, self._driven)
         check_limit(self.args, self._limit)
         batches, losses, weights = zip(*self._collected, strict=True)
         self._collected.clear()
@@ -417,6 +415,7 @@ class EngineMixin(EvaluationSteps):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The library's own. The engine is there first: the library would move the model to the device otherwise."""
         assert self.engine is not None
+        self._check()
         return super().evaluation_loop(*args, **kwargs)
 
     def _take_losses(self, batches: Sequence[Any], losses: Sequence[Loss], way: str) -> list[Notes]:

@@ -75,7 +75,8 @@ def _own(
 
 
 def _by_name(trainer: Any, overrides: tuple[Override, ...]) -> OptimizerSpec:
-    args, name = trainer.args, str(trainer.args.optim.value)
+    args, optim = trainer.args, trainer.args.optim
+    name = str(getattr(optim, "value", optim))  # a program may have set the word
     if name not in ("adamw_torch", "adamw_torch_fused", "sgd", "lion_32bit"):
         raise ConfigError(f"optim={name!r} cannot be streamed: use adamw_torch, adamw_torch_fused, sgd or lion_32bit")
     given = {part.split("=")[0].strip() for part in (args.optim_args or "").split(",") if part.strip()}

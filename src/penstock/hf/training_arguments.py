@@ -116,6 +116,36 @@ TRL_REFUSED: Mapping[str, str] = {
 }
 
 
+def refuse_foreign(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a Trainer's constructor that bring an optimizer, or a function that makes models.
+
+    Raises:
+        ConfigError: one of them is there; it is named.
+    """
+    for name in ("optimizers", "model_init"):
+        value = given.get(name)
+        if any(part is not None for part in (value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(
+                f"{name} cannot be honoured: the engine makes the optimizer, and for the model that it is given"
+            )
+
+
+def check_trainer(trainer: Any, cp: int) -> None:
+    """Refuse what cannot be honoured of a Trainer, ``cp`` of whose ranks share each sequence.
+
+    Raises:
+        ConfigError: as ``check_arguments``, ``check_launch`` and ``check_spans``; or the model recomputes its blocks.
+    """
+    check_arguments(trainer.args)
+    check_launch(trainer)
+    check_spans(trainer, cp)
+    if getattr(trainer.model, "is_activation_checkpointing", False):
+        raise ConfigError(
+            "the model has activation checkpointing switched on, and the engine recomputes blocks by itself: "
+            "call model.activation_checkpointing_disable()"
+        )
+
+
 def check_arguments(args: Any) -> None:
     """Refuse what cannot be honoured.
 

@@ -19,18 +19,19 @@ from pathlib import Path
 from penstock import files
 from penstock.store.directory import DirectoryLock, check_directory, is_locked, is_there, locked, sync_directory
 from penstock.store.facts import facts_of
-from penstock.store.making import BESIDE, remove_files, require_settled
+from penstock.store.making import BESIDE, MOVED, remove_files, require_settled
 from penstock.store.manifest import DATA, Manifest, require_all
 from penstock.store.packed import free_bytes, reported
 
 _ASIDE = "penstock.store.aside"
-_MOVED, _GONE = f"{_ASIDE}{files.PARTIAL}", f"{_ASIDE}.gone"
+_GONE = f"{_ASIDE}.gone"
 _SPACE = 2
 """Stores of the old one's size that there has to be room for beside it: the new one, and what its steps put there."""
 
 
 def has_room(paths: Sequence[Path]) -> bool:
-    """True if a store need not be removed for another one to have room in its directories.
+    """True if stores need not be removed for others to have room in their directories: those of all that are to be kept
+    at once, as of each rank.
 
     Raises:
         StoreError: a directory cannot be looked at.
@@ -59,14 +60,14 @@ class Aside:
                 require_settled(path)
             locked(paths, stack)
             for path in self._paths:
-                files.make_folder(path / _MOVED)
-                undo.callback(DirectoryLock(path / _MOVED).release)
+                files.make_folder(path / MOVED)
+                undo.callback(DirectoryLock(path / MOVED).release)
             for path in self._paths:
                 for name in (DATA, *BESIDE):
                     if is_there(path / name):
-                        os.rename(path / name, path / _MOVED / name)
-                sync_directory(path / _MOVED)
-            _rename(self._paths, _MOVED, _ASIDE)
+                        os.rename(path / name, path / MOVED / name)
+                sync_directory(path / MOVED)
+            _rename(self._paths, MOVED, _ASIDE)
             self._held = undo.pop_all()
 
     def put_back(self) -> None:
@@ -97,7 +98,8 @@ def settle(paths: Sequence[Path]) -> None:
         for path in paths:
             check_directory(path)
         locked(paths, stack)
-        _decide(paths)
+        if not any(is_locked(folder) for folder in _folders(paths)):  # who had the directories may have set it aside
+            _decide(paths)
 
 
 def is_undecided(paths: Sequence[Path]) -> bool:
@@ -113,11 +115,13 @@ _PUTTING_BACK = "putting a store back that was set aside"
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:
-    return [path / name for path in paths for name in (_MOVED, _ASIDE, _GONE) if is_there(path / name)]
+    return [path / name for path in paths for name in (MOVED, _ASIDE, _GONE) if is_there(path / name)]
 
 
 def _decide(paths: Sequence[Path]) -> None:
     names = {folder.name for folder in _folders(paths)}
+    if not names:  # it has been decided: what is there is what counts
+        return
     if names == {_ASIDE}:  # all of its parts have to be known: none may go, or come, alone
         require_all(paths, [Manifest.read(path / _ASIDE) for path in paths])
     if _GONE in names or (names == {_ASIDE} and _has_stepped(paths)):
@@ -132,11 +136,11 @@ def _has_stepped(paths: Sequence[Path]) -> bool:
 
 
 def _put_back(paths: Sequence[Path]) -> None:
-    if not any(is_there(path / _MOVED) for path in paths):  # else what is there is the old one's
+    if not any(is_there(path / MOVED) for path in paths):  # else what is there is the old one's
         remove_files(paths)
-    _rename(paths, _ASIDE, _MOVED)
+    _rename(paths, _ASIDE, MOVED)
     for path in paths:
-        moved = path / _MOVED
+        moved = path / MOVED
         for name in (*BESIDE, DATA):
             if is_there(moved / name):
                 os.rename(moved / name, path / name)
