@@ -24,6 +24,7 @@ from penstock.compat.modules import forward_hooks
 from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
 from penstock.tape.code import globals_of, is_of_a_model, reached
+from penstock.tape.generators import KINDS, Generator, is_own, of_modules
 from penstock.tape.opaque import slots_of
 
 ABSENT: Any = object()
@@ -36,7 +37,7 @@ _MOST_OF_ONE = 1_000
 
 _WITHOUT = (
     *(types.NoneType, str, bytes, bool, int, float, complex, type, range, slice, types.ModuleType),
-    *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, torch.Generator, logging.Logger),
+    *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, logging.Logger),
 )
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
@@ -45,7 +46,7 @@ _METHODS = (types.FunctionType, property, staticmethod, classmethod, type)
 
 _PLAIN = trees.PLAIN | {torch.Tensor, nn.Parameter}
 """Types of nearly all arguments of blocks."""
-_NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *_WITHOUT)
+_NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *KINDS, *_WITHOUT)
 """Types of what has no places that are a micro-batch's: tensors, and what other threads change."""
 
 
@@ -270,9 +271,9 @@ class Search:
 
     def __init__(self, own: Iterable[nn.Module], every: Iterable[nn.Module], loss_fn: Callable[..., Any]) -> None:
         """``own``: modules that are in no block; ``every``: all of the model."""
-        self._own = tuple(own)
+        self._own, self._every = tuple(own), tuple(every)
         # The tape's own hooks, of which each module has one, keep nothing: a search would grow with the model.
-        hooks = (hook for module in every for hook in forward_hooks(module) if not _is_ours(hook))
+        hooks = (hook for module in self._every for hook in forward_hooks(module) if not _is_ours(hook))
         self._others: list[Any] = [loss_fn, *hooks]
         kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         values = [value for module in self._own for value in attributes_of(module).values()]
@@ -283,20 +284,27 @@ class Search:
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Steps]]:
-        return ((item, way) for item, way in self._all() if isinstance(item, torch.Tensor))
+        return ((item, way) for item, way in self._all(self._others) if isinstance(item, torch.Tensor))
+
+    def generators(self) -> Iterator[Generator]:
+        """The model's generators of random numbers. Not those of an object whose method is the loss function, as of a
+        trainer, which draws data from them."""
+        others = self._others if isinstance(self._others[0], types.FunctionType) else self._others[1:]
+        yield from of_modules(self._every)
+        yield from (item for item, _ in self._all(others) if is_own(item))
 
     def ways_to(self, places: Container[Holder]) -> Iterator[Holder]:
         """The holders on the ways to some of these places that are found; lists are there to be added to."""
-        for item, way in self._all():
+        for item, way in self._all(self._others):
             for step in () if isinstance(item, torch.Tensor) else _places(item):
                 if _holder(step) in places:
                     yield from along(
                         (Additions if kind is Contents else kind, of, key) for kind, of, key in (*way, step)
                     )
 
-    def _all(self) -> Iterator[tuple[Any, Steps]]:
+    def _all(self, others: Iterable[Any]) -> Iterator[tuple[Any, Steps]]:
         """All values that are tensors, or may hold some, each with the way to it."""
-        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in self._others)
+        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in others)
         for code in self._code:
             queue += ((() if step is None else (step,), part) for step, part in _parts(code) if self._may_hold(part))
         for entry in self._globals:

@@ -17,6 +17,7 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
+from penstock.tape.generators import Generator, States
 from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
 from penstock.tape.outside import Outside
 from penstock.tape.watch import Op, Operand, Watch, packets
@@ -39,15 +40,23 @@ class Smuggled:
     comes from outside of the model.
     """
 
-    def __init__(self, watch: Watch, parameters: Iterable[int] = (), aliases: Iterable[Alias] = ()) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        parameters: Iterable[int] = (),
+        aliases: Iterable[Alias] = (),
+        generators: Iterable[Generator] = (),
+    ) -> None:
         """``watch``: knows the storages that the ops of the probe have made; ``parameters``: the model's, by identity;
-        ``aliases``: of these."""
+        ``aliases``: of these; ``generators``: the model's own, which ops need not be handed."""
         self._birth = watch.birth
         self._own: set[int] = set()
         self._kept: dict[int, Way] = {}  # own storages -> places in which the model's own code keeps tensors there
         self._beside: dict[int, torch.Tensor] = {}  # those that a block reads without being handed any
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
+        self._generators = tuple(generators)
+        self._states = States(())
         self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
@@ -69,6 +78,7 @@ class Smuggled:
         self._segment, self._block = segment, block
         self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         self._beside.clear()
+        self._states = States(self._generators)
         if block is not None:
             self._blocks[segment] = block
 
@@ -84,6 +94,9 @@ class Smuggled:
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
+        if self._segment is not None:
+            for generator in self._states.drawn():
+                self.carried.draws(generator, self._segment)
         self._segment = None
         self._views.clear()
         for tensor in returned:
