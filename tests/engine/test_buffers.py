@@ -1,6 +1,5 @@
 """Buffers of a model that are out of the ordinary: the numbers of a plain loop, or a refusal that says what to do."""
 
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -416,41 +415,6 @@ def with_generator() -> nn.Module:
 def test_a_models_own_generator_draws_once_for_each_micro_batch(tmp_path: Path, speculate: bool) -> None:
     """Not in the probe, and not again in a step that is run twice, as all are that speculate here."""
     assert_plain(with_generator, budget(tmp_path), clip=0.01, speculate=speculate)
-
-
-DRAWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch": (lambda: torch.Generator().manual_seed(3), lambda g: torch.randn((), generator=g)),
-    "numpy": (lambda: np.random.default_rng(3), lambda g: g.standard_normal()),
-    "numpy, of the older kind": (lambda: np.random.RandomState(3), lambda g: g.standard_normal()),
-    "Python": (lambda: random.Random(3), lambda g: g.gauss(0, 1)),
-}
-kept: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize("where", ["an attribute", "within one", "a global"])
-@pytest.mark.parametrize("kind", DRAWS)
-def test_generators_of_all_kinds_draw_once_for_each_micro_batch(kind: str, where: str, tmp_path: Path) -> None:
-    new, draw = DRAWS[kind]
-
-    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
-        found = {"an attribute": model.generator, "within one": model.found[0], "a global": kept.get("generator")}
-        x = x + draw(found[where])
-        for layer in model.layers:
-            x = layer(x)
-        return x
-
-    def build() -> nn.Module:
-        model: Any = Stack(run=run)
-        model.generator, model.found, kept["generator"] = None, [None], None
-        if where == "an attribute":
-            model.generator = new()
-        elif where == "within one":
-            model.found = [new()]
-        else:
-            kept["generator"] = new()
-        return model  # type: ignore[no-any-return]
-
-    assert_plain(build, budget(tmp_path), clip=0.01)
 
 
 def test_saved_tables_of_transformers_models_go_on_in_the_dtype_that_they_compute_in(tmp_path: Path) -> None:

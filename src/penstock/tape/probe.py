@@ -120,7 +120,7 @@ class Probe:
         self._refuse_kept()
         self._views.refuse()
         self._smuggled.refuse()
-        carried = self._smuggled.carries(before)
+        carried = self._smuggled.carries(before, self._accesses)
         before.refuse_unplaced()
         self._note_handed_on()
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count

@@ -7,6 +7,7 @@ own code may read of a block what it has returned.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from penstock.tape.carried import Carried, Replaced
 from penstock.tape.generators import Generator, States
 from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
 from penstock.tape.outside import Outside
+from penstock.tape.own_values import Accesses
 from penstock.tape.watch import Op, Operand, Watch, packets
 from penstock.tape.weight_views import Alias
 
@@ -124,10 +126,11 @@ class Smuggled:
                 "arguments, and let blocks return them"
             )
 
-    def carries(self, before: ModulesBefore) -> str | None:
+    def carries(self, before: ModulesBefore, accesses: Accesses) -> str | None:
         """The first tensor that passes from one micro-batch to the next through several stages, in words; or None.
 
-        ``before``: the model's modules as they were when its forward, which has ended, began.
+        ``before``: the model's modules as they were when its forward, which has ended, began; ``accesses``: to their
+        attributes since.
         """
         replaced: list[tuple[Replaced, set[int]]] = []
         names: dict[int, str] = {}
@@ -139,7 +142,8 @@ class Smuggled:
                     continue  # it is the same, elsewhere or longer
                 goes_on = birth.touched if storage_key(old) in birth.of else ()
                 replaced.append(((what, old), {birth.segment, *goes_on}))
-        for carried, segments in self.carried.found(replaced):
+        attributes = accesses.carried(lambda t: (birth := self._birth(t)) is not None and birth.depends)
+        for carried, segments in chain(self.carried.found(replaced), attributes):
             what = carried if isinstance(carried, str) else names.get(carried, "a tensor or generator of its own")
             who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
             return (
