@@ -94,6 +94,12 @@ def _set_entry(of: dict[Any, Any], key: Any, value: Any) -> None:
         kind.__delitem__(of, key)
 
 
+def _items(of: Any) -> Iterator[Any]:
+    """The items of a list, a set, a deque or a tuple, without running code of a class's own."""
+    kind: Any = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(of, kind))
+    return kind.__iter__(of)  # type: ignore[no-any-return]
+
+
 class _OfObject:
     """A place in the dict of an object's attributes."""
 
@@ -143,20 +149,23 @@ class Contents(Holder):
     outer = (list, set, deque)
 
     def now(self) -> Any:
-        return tuple(self.of)
+        return tuple(_items(self.of))
 
     def put(self, value: Any) -> None:
-        if len(value) == len(self.of) and all(map(operator.is_, value, self.of)):
+        now = self.now()
+        if len(value) == len(now) and all(map(operator.is_, value, now)):
             return  # code may go through it
-        self.of.clear()
-        (self.of.update if isinstance(self.of, set) else self.of.extend)(value)
+        kind: Any = next(kind for kind in self.outer if isinstance(self.of, kind))
+        kind.clear(self.of)
+        (kind.update if kind is set else kind.extend)(self.of, value)
 
 
 class Additions(Contents):
     """All of a list, a set or a deque that may be there to be added to: what has come behind what was there stays."""
 
     def put(self, value: Any) -> None:
-        if not value or len(value) > len(self.of) or not all(map(operator.is_, value, self.of)):
+        now = self.now()
+        if not value or len(value) > len(now) or not all(map(operator.is_, value, now)):
             super().put(value)
 
 
@@ -166,7 +175,7 @@ class Part(Holder):
     outer = (tuple,)
 
     def now(self) -> Any:
-        return self.of[self.key] if self.key < len(self.of) else ABSENT
+        return tuple.__getitem__(self.of, self.key) if self.key < tuple.__len__(self.of) else ABSENT
 
     def put(self, value: Any) -> None:
         pass
@@ -217,9 +226,10 @@ class ClassAttribute(Holder):
         return vars(self.of).get(self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        if value is not ABSENT:
+        before = self.now()
+        if value is not ABSENT and value is not before:  # to set one takes from Python what it knows of the class
             type.__setattr__(self.of, self.key, value)
-        elif self.now() is not ABSENT:
+        elif value is ABSENT and before is not ABSENT:
             type.__delattr__(self.of, self.key)
 
 
@@ -426,7 +436,7 @@ def _fixed(item: Any) -> Collection[Any]:
         return item.__self__, item.__func__
     if isinstance(item, functools.partial):
         return item.func, item.args, item.keywords
-    return item if isinstance(item, tuple | frozenset) else ()
+    return tuple(_items(item)) if isinstance(item, tuple | frozenset) else ()
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
@@ -444,7 +454,7 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
         yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
         return
     if isinstance(item, tuple):
-        yield from (((Part, item, index), part) for index, part in enumerate(item))
+        yield from (((Part, item, index), part) for index, part in enumerate(_items(item)))
     else:
         yield from ((None, part) for part in _fixed(item))
     for step in _places(item):
@@ -453,7 +463,7 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
             each = Attribute if kind is Attributes else Entry
             yield from (((each, of, key), value) for key, value in list(islice(dict.items(of), _MOST_OF_ONE)))
         elif kind is Contents:
-            yield from ((step, part) for part in list(islice(of, _MOST_OF_ONE)))
+            yield from ((step, part) for part in list(islice(_items(of), _MOST_OF_ONE)))
         elif (value := _holder(step).now()) is not ABSENT:
             yield step, value
 
