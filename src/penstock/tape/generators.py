@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch import nn
 
 from penstock.compat.torch import generator_key
@@ -18,7 +17,8 @@ from penstock.compat.torch import generator_key
 Generator = torch.Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 KINDS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 
-_SEEDED = frozenset({id(mtrand._rand), id(random.random.__self__)})  # type: ignore[attr-defined]
+_DRAWS: tuple[Any, ...] = (random.random, np.random.random)
+_SEEDED = frozenset(id(draw.__self__) for draw in _DRAWS)
 """Generators of numpy and of Python that are seeded for each stage. That of torch is a new object at each look."""
 
 
@@ -46,7 +46,7 @@ class States:
         self._before = [(g, _state(g)) for g in {id(g): g for g in generators}.values()]
 
     def drawn(self) -> list[Generator]:
-        """Those whose state is another one now."""
+        """The generators whose state is another one now."""
         return [generator for generator, before in self._before if not _same(before, _state(generator))]
 
     def put_back(self) -> None:
