@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,6 +144,18 @@ def with_generator() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def with_numpys_generator() -> nn.Module:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x + model.generator.standard_normal()
+        for layer in model.layers:
+            x = layer(x)
+        return x + model.generator.standard_normal()
+
+    model: Any = Stack(run=run)
+    model.generator = np.random.default_rng(3)
+    return model  # type: ignore[no-any-return]
+
+
 def with_norm() -> nn.Module:
     model = Stack(run=around)
     model.norm = nn.BatchNorm1d(WIDTH)
@@ -158,6 +171,7 @@ CARRIED: dict[str, Callable[[], nn.Module]] = {
     "a norm of several blocks": shared_norm,
     "a norm before the blocks and behind them": with_norm,
     "a generator before the blocks and behind them": with_generator,
+    "one of numpy's before the blocks and behind them": with_numpys_generator,
 }
 
 

@@ -30,3 +30,29 @@ def test_a_search_takes_long_chains_of_objects() -> None:
 def test_what_other_threads_change_is_none() -> None:
     waiting: queue.Queue[int] = queue.Queue()
     assert [place.of for place, _ in places_handed([types.SimpleNamespace(waiting=waiting)])] == [{"waiting": waiting}]
+
+
+def test_no_code_of_a_models_own_classes_is_run() -> None:
+    """Nor does it hide what they hold: a metaclass or a list may say anything of itself."""
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    meta = type("Meta", (type,), {"__eq__": never, "__hash__": never, "__setattr__": never, "__instancecheck__": never})
+    kind = meta("Kind", (), {"kept": torch.ones(1)})
+    of_list = dict.fromkeys(("__iter__", "__len__", "__getitem__", "__eq__", "clear", "extend"), never)
+    own_list = type("OwnList", (list,), of_list)()
+    list.append(own_list, torch.ones(1))
+    of_tuple = dict.fromkeys(("__iter__", "__len__", "__getitem__"), never)
+    own_tuple = type("OwnTuple", (tuple,), of_tuple)((torch.ones(1),))
+    found = list(Search([], [], lambda: (kind, own_list, own_tuple)))
+    tensors = [vars(kind)["kept"], list.__getitem__(own_list, 0), tuple.__getitem__(own_tuple, 0)]
+    assert {id(tensor) for tensor, _ in found} == {id(tensor) for tensor in tensors}
+    places = {place for _, way in found for place in along(way)}
+    values = [(place, place.now()) for place in places]
+    for place, value in values:
+        place.put(value)
+    list.append(own_list, 0)
+    for place, value in values:
+        place.put(value)
+    assert list.__len__(own_list) == 1

@@ -12,6 +12,7 @@ from penstock.compat.modules import buffers_of, persistent_buffers
 from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.generators import Generator, States, of_modules
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -51,21 +52,21 @@ class BufferBefore:
 class ModulesBefore:
     """The buffers and the plain attributes of a module and those within it, as they are when this is made.
 
-    An attribute is put back as the object that it was: of a list or a dict, what is in it by then. A generator of
-    torch's has its state again, too.
+    An attribute is put back as the object that it was: of a list or a dict, what is in it by then. Generators have
+    their states again, too.
     """
 
-    def __init__(self, module: nn.Module, changing: Collection[tuple[nn.Module, str]] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        changing: Collection[tuple[nn.Module, str]] | None = None,
+        generators: Iterable[Generator] = (),
+    ) -> None:
         """``changing``: the buffers, as (module, name), of which there is a copy besides the persistent ones; None: all
-        of them."""
+        of them. ``generators``: the model's own, besides those that are attributes."""
         modules = list(module.named_modules())
         self._attributes = [(owner, attributes_of(owner)) for _, owner in modules]
-        self._generators = [
-            (value, value.get_state())
-            for _, attributes in self._attributes
-            for value in attributes.values()
-            if isinstance(value, torch.Generator)
-        ]
+        self._generators = States((*generators, *of_modules(owner for _, owner in modules)))
         self.buffers = [
             _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
             for path, owner in modules
@@ -129,8 +130,7 @@ class ModulesBefore:
             set_attributes(owner, before)
         for buffer in self.buffers:
             buffer.put_back()
-        for generator, state in self._generators:
-            generator.set_state(state)
+        self._generators.put_back()
 
 
 def _before(module: nn.Module, name: str, path: str, *, keeps: bool) -> BufferBefore:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.torch import generator_key, storage_key
+from penstock.compat.torch import storage_key
 from penstock.tape import trees
+from penstock.tape.generators import Generator, is_own, key_of
 from penstock.tape.watch import Operand
 
 _ATEN = torch.ops.aten
@@ -60,11 +61,10 @@ class Carried:
             elif depends or packet not in _OVERWRITES:
                 uses.changed.add(segment)
 
-    def draws(self, generator: torch.Generator, segment: int) -> None:
-        """Note that an op draws from a generator, whose state is for the next one to go on with."""
-        key = generator_key(generator)
-        if key != generator_key(torch.default_generator):
-            self._uses.setdefault(key, {}).setdefault((0, 1), _Uses()).changed.add(segment)
+    def draws(self, generator: Generator, segment: int) -> None:
+        """Note that a segment draws from a generator, whose state is for the next one to go on with."""
+        if is_own(generator):
+            self._uses.setdefault(key_of(generator), {}).setdefault((0, 1), _Uses()).changed.add(segment)
 
     def _together(self, storage: int) -> Iterator[_Uses]:
         """Of each range of a storage, the uses of all that overlap it."""

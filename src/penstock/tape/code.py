@@ -65,7 +65,7 @@ def _is_full(cell: types.CellType) -> bool:
 def _code_of(value: Any, *, objects: bool = True) -> Iterator[Code]:
     """The functions that a value calls; of a class, or with ``objects`` of any other object, the class."""
     if isinstance(value, types.FunctionType | type):
-        if value not in (nn.Module, object):
+        if value is not nn.Module and value is not object:  # a metaclass may have an __eq__ of its own
             yield value
     elif isinstance(value, property):
         yield from (part for part in (value.fget, value.fset, value.fdel) if isinstance(part, types.FunctionType))

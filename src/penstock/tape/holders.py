@@ -24,6 +24,7 @@ from penstock.compat.modules import forward_hooks
 from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
 from penstock.tape.code import globals_of, is_of_a_model, reached
+from penstock.tape.generators import KINDS, Generator, is_own, of_modules
 from penstock.tape.opaque import slots_of
 
 ABSENT: Any = object()
@@ -36,7 +37,7 @@ _MOST_OF_ONE = 1_000
 
 _WITHOUT = (
     *(types.NoneType, str, bytes, bool, int, float, complex, type, range, slice, types.ModuleType),
-    *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, torch.Generator, logging.Logger),
+    *(types.BuiltinFunctionType, nn.Module, torch.dtype, torch.device, logging.Logger),
 )
 """Types that hold no tensors, or (modules) such as are looked at by themselves."""
 
@@ -45,7 +46,7 @@ _METHODS = (types.FunctionType, property, staticmethod, classmethod, type)
 
 _PLAIN = trees.PLAIN | {torch.Tensor, nn.Parameter}
 """Types of nearly all arguments of blocks."""
-_NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *_WITHOUT)
+_NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *KINDS, *_WITHOUT)
 """Types of what has no places that are a micro-batch's: tensors, and what other threads change."""
 
 
@@ -91,6 +92,12 @@ def _set_entry(of: dict[Any, Any], key: Any, value: Any) -> None:
         kind.__setitem__(of, key, value)
     elif value is ABSENT and before is not ABSENT:
         kind.__delitem__(of, key)
+
+
+def _items(of: Any) -> Iterator[Any]:
+    """The items of a list, a set, a deque or a tuple, without running code of a class's own."""
+    kind: Any = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(of, kind))
+    return kind.__iter__(of)  # type: ignore[no-any-return]
 
 
 class _OfObject:
@@ -142,20 +149,23 @@ class Contents(Holder):
     outer = (list, set, deque)
 
     def now(self) -> Any:
-        return tuple(self.of)
+        return tuple(_items(self.of))
 
     def put(self, value: Any) -> None:
-        if len(value) == len(self.of) and all(map(operator.is_, value, self.of)):
+        now = self.now()
+        if len(value) == len(now) and all(map(operator.is_, value, now)):
             return  # code may go through it
-        self.of.clear()
-        (self.of.update if isinstance(self.of, set) else self.of.extend)(value)
+        kind: Any = next(kind for kind in self.outer if isinstance(self.of, kind))
+        kind.clear(self.of)
+        (kind.update if kind is set else kind.extend)(self.of, value)
 
 
 class Additions(Contents):
     """All of a list, a set or a deque that may be there to be added to: what has come behind what was there stays."""
 
     def put(self, value: Any) -> None:
-        if not value or len(value) > len(self.of) or not all(map(operator.is_, value, self.of)):
+        now = self.now()
+        if not value or len(value) > len(now) or not all(map(operator.is_, value, now)):
             super().put(value)
 
 
@@ -165,7 +175,7 @@ class Part(Holder):
     outer = (tuple,)
 
     def now(self) -> Any:
-        return self.of[self.key] if self.key < len(self.of) else ABSENT
+        return tuple.__getitem__(self.of, self.key) if self.key < tuple.__len__(self.of) else ABSENT
 
     def put(self, value: Any) -> None:
         pass
@@ -216,9 +226,10 @@ class ClassAttribute(Holder):
         return vars(self.of).get(self.key, ABSENT)
 
     def put(self, value: Any) -> None:
-        if value is not ABSENT:
+        before = self.now()
+        if value is not ABSENT and value is not before:  # to set one takes from Python what it knows of the class
             type.__setattr__(self.of, self.key, value)
-        elif self.now() is not ABSENT:
+        elif value is ABSENT and before is not ABSENT:
             type.__delattr__(self.of, self.key)
 
 
@@ -270,9 +281,9 @@ class Search:
 
     def __init__(self, own: Iterable[nn.Module], every: Iterable[nn.Module], loss_fn: Callable[..., Any]) -> None:
         """``own``: modules that are in no block; ``every``: all of the model."""
-        self._own = tuple(own)
+        self._own, self._every = tuple(own), tuple(every)
         # The tape's own hooks, of which each module has one, keep nothing: a search would grow with the model.
-        hooks = (hook for module in every for hook in forward_hooks(module) if not _is_ours(hook))
+        hooks = (hook for module in self._every for hook in forward_hooks(module) if not _is_ours(hook))
         self._others: list[Any] = [loss_fn, *hooks]
         kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         values = [value for module in self._own for value in attributes_of(module).values()]
@@ -283,20 +294,27 @@ class Search:
         self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Steps]]:
-        return ((item, way) for item, way in self._all() if isinstance(item, torch.Tensor))
+        return ((item, way) for item, way in self._all(self._others) if isinstance(item, torch.Tensor))
+
+    def generators(self) -> Iterator[Generator]:
+        """The model's generators of random numbers. Not those of an object whose method is the loss function, as of a
+        trainer, which draws data from them."""
+        others = self._others if isinstance(self._others[0], types.FunctionType) else self._others[1:]
+        yield from of_modules(self._every)
+        yield from (item for item, _ in self._all(others) if is_own(item))
 
     def ways_to(self, places: Container[Holder]) -> Iterator[Holder]:
         """The holders on the ways to some of these places that are found; lists are there to be added to."""
-        for item, way in self._all():
+        for item, way in self._all(self._others):
             for step in () if isinstance(item, torch.Tensor) else _places(item):
                 if _holder(step) in places:
                     yield from along(
                         (Additions if kind is Contents else kind, of, key) for kind, of, key in (*way, step)
                     )
 
-    def _all(self) -> Iterator[tuple[Any, Steps]]:
+    def _all(self, others: Iterable[Any]) -> Iterator[tuple[Any, Steps]]:
         """All values that are tensors, or may hold some, each with the way to it."""
-        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in self._others)
+        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in others)
         for code in self._code:
             queue += ((() if step is None else (step,), part) for step, part in _parts(code) if self._may_hold(part))
         for entry in self._globals:
@@ -418,7 +436,7 @@ def _fixed(item: Any) -> Collection[Any]:
         return item.__self__, item.__func__
     if isinstance(item, functools.partial):
         return item.func, item.args, item.keywords
-    return item if isinstance(item, tuple | frozenset) else ()
+    return tuple(_items(item)) if isinstance(item, tuple | frozenset) else ()
 
 
 def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
@@ -436,7 +454,7 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
         yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
         return
     if isinstance(item, tuple):
-        yield from (((Part, item, index), part) for index, part in enumerate(item))
+        yield from (((Part, item, index), part) for index, part in enumerate(_items(item)))
     else:
         yield from ((None, part) for part in _fixed(item))
     for step in _places(item):
@@ -445,7 +463,7 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
             each = Attribute if kind is Attributes else Entry
             yield from (((each, of, key), value) for key, value in list(islice(dict.items(of), _MOST_OF_ONE)))
         elif kind is Contents:
-            yield from ((step, part) for part in list(islice(of, _MOST_OF_ONE)))
+            yield from ((step, part) for part in list(islice(_items(of), _MOST_OF_ONE)))
         elif (value := _holder(step).now()) is not ABSENT:
             yield step, value
 

@@ -6,13 +6,15 @@ micro-batch's own values are noted, and when it goes on, or a block that reads t
 its forward has left them.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.compat.modules import buffers_of, watched_attributes
+from penstock.tape import trees
 from penstock.tape.buffers import is_own
 from penstock.tape.holders import Entry, Holder
 
@@ -29,6 +31,8 @@ class Accesses:
         self._written: dict[Attribute, list[int]] = {}  # -> segments
         self._read: dict[Attribute, set[int]] = {}
         self._read_first: set[Attribute] = set()
+        self._before: dict[Attribute, Any] = {}  # of those that are written, what was there before the forward
+        self._left: set[Attribute] = set()  # those that a segment has left with another value than that
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -43,6 +47,9 @@ class Accesses:
             yield
         finally:
             self._segment = None
+            for attribute, before in self._before.items():
+                if _place(attribute).now() is not before:
+                    self._left.add(attribute)
 
     def _note_read(self, module: nn.Module, name: str) -> None:
         if self._segment is not None and is_own(name) and module in self._modules:
@@ -54,6 +61,8 @@ class Accesses:
         attribute = module, name
         if attribute in self._read and attribute not in self._written:
             self._read_first.add(attribute)
+        if attribute not in self._written:
+            self._before[attribute] = _place(attribute).now()
         self._written.setdefault(attribute, []).append(self._segment)
 
     def written_in(self, segment: int) -> list[Holder]:
@@ -71,12 +80,34 @@ class Accesses:
             last = max(self._read.get(attribute, ()), default=-1)
             yield from ((s, _place(attribute)) for s in set(self._written[attribute]) if s < last)
 
+    def carried(self, depends: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, set[int]]]:
+        """The attributes that one segment leaves for another one of the next micro-batch, in words, each with the
+        segments that use it. ``depends``: says if a tensor's numbers follow from the micro-batch."""
+        for attribute in self._read_first:
+            before, now = self._before[attribute], _place(attribute).now()
+            read, written = self._read[attribute], set(self._written[attribute])
+            # What is None again at the end is not yet for the next micro-batch, whose first segments come before that.
+            again = now is before and attribute in self._left
+            if again or (min(read) < min(written) and _goes_on(before, now, depends)):
+                module, name = attribute
+                yield f"attribute {name!r} of a {type(module).__name__}", read | written
+
     def _handed_on(self) -> Iterator[Attribute]:
         """The attributes that may be handed on within a forward. One that is read before it is assigned, by several
         segments, goes on from one forward to the next instead, as a count does."""
         for attribute, segments in self._written.items():
             if attribute not in self._read_first or len(set(segments)) == 1:
                 yield attribute
+
+
+def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> bool:
+    """True if code that finds what is there ``now`` does something else than with what was there ``before``: unless it
+    is a mark, or a table that does not depend on the micro-batch. Where both are tensors, ``Carried`` knows more."""
+    if isinstance(before, torch.Tensor):
+        return False
+    if type(now) in (int, float):
+        return type(before) not in (int, float) or bool(before != now)
+    return any(map(depends, trees.tensors(now)))
 
 
 def _place(attribute: Attribute) -> Holder:

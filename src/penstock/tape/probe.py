@@ -57,6 +57,7 @@ class Probe:
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
         self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
+        tape.generators |= {id(g): g for g in self._search.generators()}
         self._load, self._unload, self._copied = load, unload, copied
         self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
         self._usage = Usage()
@@ -67,15 +68,14 @@ class Probe:
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
-        self._smuggled = Smuggled(self._watch, self._group_of, tape.aliases)
+        self._smuggled = Smuggled(self._watch, self._group_of, tape.aliases, tape.generators.values())
         names = {id(s.parameter): s.name for g in tape.groups for s in g.slices}
         self._views = WeightViews(self._packer, names, tape.aliases)
         self._ahead = Ahead(self._group_of, self._bring)
         self._segments: list[Segment] = []
         self._asked = Asked(self._block)
         self._sources: dict[int, int] = {}  # of a parameter with a hook: identity -> the segment of its gradient
-        self._waiting = tape.device.type not in ("cpu", "meta")
-        self._waits = Waits()
+        self._waits, self._waiting = Waits(), tape.device.type not in ("cpu", "meta")
         self._seen = Calls()
         self._lasting: dict[Holder, None] = {}  # places in what blocks are handed and the model keeps, on the way there
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
@@ -87,7 +87,7 @@ class Probe:
     def run(self, micro_batch: Mapping[str, Any], train: bool) -> Learned:
         """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
-        before, self._asked.train = ModulesBefore(tape.model), train
+        before, self._asked.train = ModulesBefore(tape.model, generators=tape.generators.values()), train
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
 
         def end() -> None:
@@ -120,7 +120,7 @@ class Probe:
         self._refuse_kept()
         self._views.refuse()
         self._smuggled.refuse()
-        carried = self._smuggled.carries(before)
+        carried = self._smuggled.carries(before, self._accesses)
         before.refuse_unplaced()
         self._note_handed_on()
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count

@@ -7,6 +7,7 @@ own code may read of a block what it has returned.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
+from penstock.tape.generators import Generator, States
 from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
 from penstock.tape.outside import Outside
+from penstock.tape.own_values import Accesses
 from penstock.tape.watch import Op, Operand, Watch, packets
 from penstock.tape.weight_views import Alias
 
@@ -39,15 +42,23 @@ class Smuggled:
     comes from outside of the model.
     """
 
-    def __init__(self, watch: Watch, parameters: Iterable[int] = (), aliases: Iterable[Alias] = ()) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        parameters: Iterable[int] = (),
+        aliases: Iterable[Alias] = (),
+        generators: Iterable[Generator] = (),
+    ) -> None:
         """``watch``: knows the storages that the ops of the probe have made; ``parameters``: the model's, by identity;
-        ``aliases``: of these."""
+        ``aliases``: of these; ``generators``: the model's own, which ops need not be handed."""
         self._birth = watch.birth
         self._own: set[int] = set()
         self._kept: dict[int, Way] = {}  # own storages -> places in which the model's own code keeps tensors there
         self._beside: dict[int, torch.Tensor] = {}  # those that a block reads without being handed any
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
+        self._generators = tuple(generators)
+        self._states = States(())
         self._segment: int | None = None
         self._block: str | None = None
         self._handed: set[int] = set()
@@ -69,6 +80,7 @@ class Smuggled:
         self._segment, self._block = segment, block
         self._handed = {storage_key(t) for t in handed if trees.has_storage(t)}
         self._beside.clear()
+        self._states = States(self._generators)
         if block is not None:
             self._blocks[segment] = block
 
@@ -84,6 +96,9 @@ class Smuggled:
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
+        if self._segment is not None:
+            for generator in self._states.drawn():
+                self.carried.draws(generator, self._segment)
         self._segment = None
         self._views.clear()
         for tensor in returned:
@@ -111,10 +126,11 @@ class Smuggled:
                 "arguments, and let blocks return them"
             )
 
-    def carries(self, before: ModulesBefore) -> str | None:
+    def carries(self, before: ModulesBefore, accesses: Accesses) -> str | None:
         """The first tensor that passes from one micro-batch to the next through several stages, in words; or None.
 
-        ``before``: the model's modules as they were when its forward, which has ended, began.
+        ``before``: the model's modules as they were when its forward, which has ended, began; ``accesses``: to their
+        attributes since.
         """
         replaced: list[tuple[Replaced, set[int]]] = []
         names: dict[int, str] = {}
@@ -126,7 +142,8 @@ class Smuggled:
                     continue  # it is the same, elsewhere or longer
                 goes_on = birth.touched if storage_key(old) in birth.of else ()
                 replaced.append(((what, old), {birth.segment, *goes_on}))
-        for carried, segments in self.carried.found(replaced):
+        attributes = accesses.carried(lambda t: (birth := self._birth(t)) is not None and birth.depends)
+        for carried, segments in chain(self.carried.found(replaced), attributes):
             what = carried if isinstance(carried, str) else names.get(carried, "a tensor or generator of its own")
             who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
             return (

@@ -27,6 +27,7 @@ from penstock.tape.buffers import ModulesBefore
 from penstock.tape.compiled import compiled_forwards
 from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.facts import Learned, StageFacts
+from penstock.tape.generators import Generator
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
 from penstock.tape.kept_graph import Keeping
@@ -86,6 +87,8 @@ class Tape:
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self.changing: set[tuple[nn.Module, str]] = set()
         """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
+        self.generators: dict[int, Generator] = {}
+        """The model's own, by identity, as far as probes have seen."""
         self.loss_fn = loss_fn
         self.undo = Undo()
         """Takes back the temporary changes that calls have made of the model."""
@@ -157,7 +160,7 @@ class Tape:
         Not copied, to save memory, are buffers outside the ``state_dict`` (masks, rotary tables) that no probe has seen
         change: one that is written to in place for other values of a micro-batch alone stays as it is written.
         """
-        return ModulesBefore(self.model, self.changing)
+        return ModulesBefore(self.model, self.changing, self.generators.values())
 
     @property
     def sent(self) -> int:
