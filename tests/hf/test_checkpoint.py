@@ -231,7 +231,8 @@ def test_what_is_set_aside_is_put_back_also_where_the_engine_cannot_be_closed_as
     with pytest.raises(RuntimeError, match="rank 1"), replaced:
         raise RuntimeError("rank 1 has failed")
     facts = facts_of([tmp_path])
-    assert facts is not None and facts.record is not None
+    assert facts is not None
+    assert facts.record is not None
     assert facts.record["step"] == 7
 
 
