@@ -220,6 +220,22 @@ def test_stores_of_several_ranks_are_set_aside_only_where_there_is_room_for_them
             one.remove()
 
 
+def test_what_is_set_aside_is_put_back_also_where_the_engine_cannot_be_closed_as_another_rank_has_failed(
+    tmp_path: Path,
+) -> None:
+    with Store.create([tmp_path], Layout.build([("a", 8192, 2)]), model={}, stripe=4096) as store:
+        store.commit({"step": 7, "whole": True})
+    replaced = checkpoint.Replaced()
+    replaced.make_room(None, penstock.Budget(device="1MiB", host="1MiB", disk=tmp_path), overwrite=True)
+    assert not store_exists([tmp_path])
+    with pytest.raises(RuntimeError, match="rank 1"), replaced:
+        raise RuntimeError("rank 1 has failed")
+    facts = facts_of([tmp_path])
+    assert facts is not None
+    assert facts.record is not None
+    assert facts.record["step"] == 7
+
+
 def test_a_store_in_which_no_step_was_taken_does_not_replace_the_models_values(tmp_path: Path) -> None:
     """Evaluation leaves such a store, or a run that ended before its first step."""
     losses = []

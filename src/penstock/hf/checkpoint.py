@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -228,10 +228,17 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: Ranks
 
 
 class Replaced:
-    """Stores of other runs that are set aside as a run begins in their place, until it has taken a step."""
+    """Stores of other runs that are set aside as a run begins in their place, until it has taken a step. At the end of
+    a ``with``, in which the new run's are closed, they are put back, whatever is raised in it."""
 
     def __init__(self) -> None:
         self._aside: list[Aside] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
 
     def make_room(self, resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
         self._aside += make_room(resumes, budget, overwrite=overwrite)

@@ -234,9 +234,9 @@ class EngineMixin(EvaluationSteps):
         super().end()  # type: ignore[no-untyped-call]
 
     def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
-        self._replaced.put_back()
+        with self._replaced:
+            if self._engine is not None:
+                self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
 
     # ---- training
 
