@@ -30,9 +30,8 @@ class Accesses:
         self._segment: int | None = None
         self._written: dict[Attribute, list[int]] = {}  # -> segments
         self._read: dict[Attribute, set[int]] = {}
-        self._read_first: set[Attribute] = set()
-        self._before: dict[Attribute, Any] = {}  # of those that are written, what was there before the forward
-        self._left: set[Attribute] = set()  # those that a segment has left with another value than that
+        self._read_first: dict[Attribute, Any] = {}  # before they were written -> what was there then
+        self._left: set[Attribute] = set()  # those of them that a segment has left with another value than that
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -47,7 +46,7 @@ class Accesses:
             yield
         finally:
             self._segment = None
-            for attribute, before in self._before.items():
+            for attribute, before in self._read_first.items():
                 if _place(attribute).now() is not before:
                     self._left.add(attribute)
 
@@ -60,9 +59,7 @@ class Accesses:
             return
         attribute = module, name
         if attribute in self._read and attribute not in self._written:
-            self._read_first.add(attribute)
-        if attribute not in self._written:
-            self._before[attribute] = _place(attribute).now()
+            self._read_first[attribute] = _place(attribute).now()
         self._written.setdefault(attribute, []).append(self._segment)
 
     def written_in(self, segment: int) -> list[Holder]:
@@ -83,8 +80,8 @@ class Accesses:
     def carried(self, depends: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, set[int]]]:
         """The attributes that one segment leaves for another one of the next micro-batch, in words, each with the
         segments that use it. ``depends``: says if a tensor's numbers follow from the micro-batch."""
-        for attribute in self._read_first:
-            before, now = self._before[attribute], _place(attribute).now()
+        for attribute, before in self._read_first.items():
+            now = _place(attribute).now()
             read, written = self._read[attribute], set(self._written[attribute])
             # What is None again at the end is not yet for the next micro-batch, whose first segments come before that.
             again = now is before and attribute in self._left
