@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.engine.test_buffers import SGD, STEPS, assert_plain, refused
-from tests.stacks import Stack, of
+from tests.stacks import Layer, Stack, of
 from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,16 +84,7 @@ def last_mean_in_a_list(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def taken_back(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Made once for each micro-batch, of which another has not come to its end yet."""
-    if model.kept is None:
-        model.kept = x.detach().mean()
-    x = through(model, x) + model.kept
-    model.kept = None
-    return x
-
-
-GO_ON = ((counted, 0), (last_mean, None), (last_mean_in_a_list, []), (taken_back, None))
+GO_ON = ((counted, 0), (last_mean, None), (last_mean_in_a_list, []))
 
 
 @pytest.mark.parametrize(("run", "kept"), GO_ON, ids=[run.__name__ for run, _ in GO_ON])
@@ -104,6 +95,96 @@ def test_an_attribute_that_one_stage_reads_and_a_later_one_sets_goes_horizontall
     assert_plain(build, budget(None), schedule="horizontal")
     with wrap(of(build), budget(None), optimizer=SGD, plan=None) as engine:
         engine.step(STEPS[0][:1])
+
+
+class Told(Layer):
+    """A layer whose numbers follow from a number that is an attribute of itself, and from one of its model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = [model]
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.model[0].kept
+        x = super().forward(self.scale * x)
+        return x + torch.tanh(x * kept) if isinstance(kept, int | float) else x
+
+
+def scale(model: Any, by: float) -> None:
+    for layer in model.layers:
+        layer.scale = by
+
+
+def made_once(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Once for each micro-batch, of which another has not come to its end yet."""
+    if model.kept is None:
+        model.kept = x.detach().mean()
+    x = through(model, x) + model.kept
+    model.kept = None
+    return x
+
+
+def made_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = through(model, x)
+    if model.kept is None:
+        model.kept = x.detach().mean()
+    x = through(model, x)
+    model.kept = None
+    return x
+
+
+def without_and_with(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Twice through the layers, of which the second time is told otherwise, and more than once."""
+    first = through(model, x)
+    scale(model, 0.25)
+    second = through(model, x)
+    scale(model, 1.0)
+    third = through(model, first)
+    scale(model, 0.125 * 4)
+    scale(model, 0.5)
+    fourth = through(model, third)
+    scale(model, 0.5 + 0.5)
+    return first - second + fourth
+
+
+def numbered(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.kept = model.kept + 0
+    for layer in model.layers:
+        x = layer(x)
+        model.kept += 1
+    model.kept = 0
+    return x
+
+
+def numbered_floats(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.kept *= 2
+    for layer in model.layers:
+        x = layer(x)
+        model.kept += 0.5
+    model.kept = 2.5 * 0.1
+    return x
+
+
+ENDS_AS_BEGUN = (
+    (made_once, None),
+    (made_between, None),
+    (without_and_with, None),
+    (numbered, 0),
+    (numbered_floats, 0.25),
+)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize(("run", "kept"), ENDS_AS_BEGUN, ids=[run.__name__ for run, _ in ENDS_AS_BEGUN])
+def test_an_attribute_that_ends_as_it_began_is_each_micro_batch_s_own(run: Run, kept: Any, schedule: Any) -> None:
+    def build() -> nn.Module:
+        model: Any = Stack(run=run)
+        model.layers = nn.ModuleList(Told(model) for _ in range(3))
+        model.kept = kept
+        return model  # type: ignore[no-any-return]
+
+    assert_plain(build, budget(None), clip=0.01, schedule=schedule)
 
 
 def counted_at_once(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ A call whose graph is kept (``kept_graph``) is not computed again.
 """
 
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from penstock.tape.buffers import Attributes, Buffer, copies, placed
 from penstock.tape.cut import Leaf, leaf_of
 from penstock.tape.early_stop import LastProduct, Search
 from penstock.tape.facts import Site
+from penstock.tape.holders import Holder
 from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
@@ -234,13 +235,16 @@ class Backward:
         made = self._recompute(replace(call, modes=replace(call.modes, grad=grad)), {})
         return self.outputs.are_alike(stage, made)
 
-    def see(
-        self, stage: int, *, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...], own: HeldValues
-    ) -> None:
+    def see(self, stage: int, *, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
         """In a probe: keep for its recomputation the buffers that a call has changed, and the plain attributes of their
-        modules, as they were before it, and the micro-batch's own values that it has found."""
+        modules, as they were before it."""
         if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes, own=own)
+            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
+
+    def find(self, stage: int, own: HeldValues, places: Container[Holder]) -> None:
+        """In a probe: keep for its recomputation the micro-batch's own values that a call has found, in some places."""
+        if stage in self.calls:
+            self.calls[stage] = replace(self.calls[stage], own=tuple(pair for pair in own if pair[0] in places))
 
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.

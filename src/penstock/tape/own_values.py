@@ -18,6 +18,9 @@ from penstock.tape import trees
 from penstock.tape.buffers import is_own
 from penstock.tape.holders import Entry, Holder
 
+_NUMBERS = (bool, int, float, complex, str)
+"""Types of which another object may be the same value."""
+
 Attribute = tuple[nn.Module, str]
 """A module and the name of one of its attributes."""
 
@@ -30,8 +33,8 @@ class Accesses:
         self._segment: int | None = None
         self._written: dict[Attribute, list[int]] = {}  # -> segments
         self._read: dict[Attribute, set[int]] = {}
+        self._seen: dict[int, dict[Attribute, None]] = {}  # by segment, what it reads and earlier ones have written
         self._read_first: dict[Attribute, Any] = {}  # before they were written -> what was there then
-        self._left: set[Attribute] = set()  # those of them that a segment has left with another value than that
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -46,13 +49,14 @@ class Accesses:
             yield
         finally:
             self._segment = None
-            for attribute, before in self._read_first.items():
-                if _place(attribute).now() is not before:
-                    self._left.add(attribute)
 
     def _note_read(self, module: nn.Module, name: str) -> None:
-        if self._segment is not None and is_own(name) and module in self._modules:
-            self._read.setdefault((module, name), set()).add(self._segment)
+        if self._segment is None or not is_own(name) or module not in self._modules:
+            return
+        attribute = module, name
+        self._read.setdefault(attribute, set()).add(self._segment)
+        if self._written.get(attribute, [self._segment])[0] < self._segment:
+            self._seen.setdefault(self._segment, {})[attribute] = None
 
     def _note_written(self, module: nn.Module, name: str) -> None:
         if self._segment is None or not is_own(name) or module not in self._modules:
@@ -66,35 +70,50 @@ class Accesses:
         """The places of the attributes that a segment assigns."""
         return [_place(attribute) for attribute, segments in self._written.items() if segment in segments]
 
-    def found_by(self, segment: int) -> list[Holder]:
+    def seen_by(self, segment: int) -> list[Holder]:
         """The places of the attributes that a segment reads and that earlier ones have assigned."""
-        found = (a for a in self._handed_on() if segment in self._read.get(a, ()))
-        return [_place(attribute) for attribute in found if self._written[attribute][0] < segment]
+        return [_place(attribute) for attribute in self._seen.get(segment, ())]
+
+    def found_by(self, segment: int) -> list[Holder]:
+        """Places as of ``seen_by``, but of attributes that go on from one forward to the next, as far as is known by now."""
+        return [_place(attribute) for attribute in self._seen.get(segment, ()) if self._is_handed_on(attribute)]
 
     def handed_on(self) -> Iterator[tuple[int, Holder]]:
-        """Each segment with the place of an attribute that it assigns and that a later one reads."""
+        """Each segment with the place of an attribute that it assigns and that a later one reads, be it the first one
+        of the next micro-batch (``restored``)."""
         for attribute in self._handed_on():
+            again = self._ends_as_begun(attribute)
             last = max(self._read.get(attribute, ()), default=-1)
-            yield from ((s, _place(attribute)) for s in set(self._written[attribute]) if s < last)
+            yield from ((s, _place(attribute)) for s in set(self._written[attribute]) if s < last or again)
+
+    def restored(self) -> set[Holder]:
+        """The places of attributes that a forward leaves as it has found them, having changed them in between."""
+        return {_place(attribute) for attribute in self._read_first if self._ends_as_begun(attribute)}
 
     def carried(self, depends: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, set[int]]]:
         """The attributes that one segment leaves for another one of the next micro-batch, in words, each with the
         segments that use it. ``depends``: says if a tensor's numbers follow from the micro-batch."""
         for attribute, before in self._read_first.items():
-            now = _place(attribute).now()
             read, written = self._read[attribute], set(self._written[attribute])
-            # What is None again at the end is not yet for the next micro-batch, whose first segments come before that.
-            again = now is before and attribute in self._left
-            if again or (min(read) < min(written) and _goes_on(before, now, depends)):
+            if min(read) < min(written) and _goes_on(before, _place(attribute).now(), depends):
                 module, name = attribute
                 yield f"attribute {name!r} of a {type(module).__name__}", read | written
 
     def _handed_on(self) -> Iterator[Attribute]:
         """The attributes that may be handed on within a forward. One that is read before it is assigned, by several
-        segments, goes on from one forward to the next instead, as a count does."""
-        for attribute, segments in self._written.items():
-            if attribute not in self._read_first or len(set(segments)) == 1:
-                yield attribute
+        segments, goes on from one forward to the next instead, as a count does, unless it is again what it was."""
+        return filter(self._is_handed_on, self._written)
+
+    def _is_handed_on(self, attribute: Attribute) -> bool:
+        one = len(set(self._written[attribute])) == 1
+        return one or attribute not in self._read_first or self._ends_as_begun(attribute)
+
+    def _ends_as_begun(self, attribute: Attribute) -> bool:
+        """True of an attribute that several segments assign, and that is what it was before they did."""
+        if attribute not in self._read_first or len(set(self._written[attribute])) == 1:
+            return False
+        before, now = self._read_first[attribute], _place(attribute).now()
+        return now is before or (type(now) is type(before) and isinstance(now, _NUMBERS) and bool(now == before))
 
 
 def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> bool:

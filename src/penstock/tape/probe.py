@@ -122,7 +122,7 @@ class Probe:
         self._smuggled.refuse()
         carried = self._smuggled.carries(before, self._accesses)
         before.refuse_unplaced()
-        self._note_handed_on()
+        self._note_handed_on(suspended)
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
         if train:
             self._run_backward(suspended)
@@ -241,8 +241,7 @@ class Probe:
         group = self._group_of.get(id(tensor))
         if group is not None:  # what an op is handed in a list is saved before the op is seen, and has its place now
             self._touch(group)
-        birth = self._watch.birth(tensor)
-        if birth is not None:
+        if (birth := self._watch.birth(tensor)) is not None:
             birth.saved.add(self._watch.segment)
         return self._packer.pack(tensor)
 
@@ -341,10 +340,8 @@ class Probe:
         with self._measuring(segment.forward, site), self._asked, seen:
             self._running.run_call(suspended, self._watch.segment, Facts())
         segment.products = self._watch.products[products:]
-        finds = tuple(self._accesses.found_by(self._watch.segment))
-        self._smuggled.end([*suspended.outputs, *suspended.beside], found=finds)
-        suspended.beside = []
-        returned, suspended.returned = suspended.returned, None
+        self._smuggled.end([*suspended.outputs, *suspended.beside], found=self._accesses.found_by(self._watch.segment))
+        returned, suspended.returned, suspended.beside = suspended.returned, None, []
         self._seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
@@ -353,8 +350,8 @@ class Probe:
             self._watch.segment,
             buffers=copies((b.module, b.name, b.value) for b in changed),
             attributes=before.attributes(b.module for b in changed),
-            own=suspended.own.now(finds),
         )
+        segment.own = suspended.own.now(self._accesses.seen_by(self._watch.segment))
         suspended.own.note(self._accesses.written_in(self._watch.segment))
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
@@ -363,11 +360,14 @@ class Probe:
             segment.facts,
             buffers=tuple((b.module, b.name) for b in changed),
             reachable=self._watch.has_left(self._watch.segment, returned_births),
-            finds=finds,
         )
 
-    def _note_handed_on(self) -> None:
-        """Note behind which segments there are values that later ones read."""
+    def _note_handed_on(self, suspended: SuspendedForward) -> None:
+        """Note behind which segments there are values that later ones read, and which calls find them."""
+        for index, segment in enumerate(self._segments):
+            segment.facts = replace(segment.facts, finds=tuple(self._accesses.found_by(index)))
+            suspended.backward.find(index, segment.own, segment.facts.finds)
+        self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():
             attributes.add(holder)
@@ -382,8 +382,8 @@ class Probe:
         births = {id(t): self._watch.birth(t) for t in arrival.tensors.values()}
         born = {key: -1 if birth is None else birth.segment for key, birth in births.items()}
         before = None if self._made is None else self._made()
-        place, name = self._watch.segment, arrival.site.name
-        self._seen.see(place, name, arrival.inputs, suspended.modes, before=before, born=born)
+        name, segment = arrival.site.name, self._watch.segment
+        self._seen.see(segment, name, arrival.inputs, suspended.modes, before=before, born=born)
 
     def _left(self, site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int]) -> list[tuple[str, Birth]]:
         """The tensors that the call just run has left on the block's modules and does not return."""

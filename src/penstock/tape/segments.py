@@ -14,6 +14,7 @@ from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.holders import Holder
+from penstock.tape.own_values import Held
 from penstock.tape.watch import Birth
 
 
@@ -56,8 +57,8 @@ class Segment:
     Of a call: ``facts`` as far as they are known; ``left``: the tensors that it has left on the block's modules, in
     words; ``reached`` says for each output whether a gradient came to it;
     ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph`` the bytes that its graph
-    takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``. ``assigned``: as of
-    ``StageFacts``.
+    takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``; ``own``: what the
+    micro-batch's forward had left in attributes that it has read. ``assigned``: as of ``StageFacts``.
     """
 
     site: Site | None
@@ -72,6 +73,7 @@ class Segment:
     in_two: InTwo | None = None
     graph: int | None = None
     products: list[int] = field(default_factory=list)
+    own: Held = ()
     assigned: set[Holder] = field(default_factory=set)
 
 

@@ -30,10 +30,12 @@ from penstock.tape.facts import Learned, StageFacts
 from penstock.tape.generators import Generator
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
+from penstock.tape.holders import Holder
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
 from penstock.tape.modes import TrainingFlags
+from penstock.tape.own_values import held
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
 from penstock.tape.probe import Probe
 from penstock.tape.running import OnGradient, Running
@@ -87,6 +89,9 @@ class Tape:
         """The modules that forwards put into the other mode (``train()``, ``eval()``), as far as probes have seen."""
         self.changing: set[tuple[nn.Module, str]] = set()
         """The buffers, as (module, name), that forwards or backwards change, as far as probes have seen."""
+        self.restored: set[Holder] = set()
+        """The places that forwards leave as they have found them, having changed them in between, as far as probes have
+        seen: each micro-batch finds them so, also where others are under way."""
         self.generators: dict[int, Generator] = {}
         """The model's own, by identity, as far as probes have seen."""
         self.loss_fn = loss_fn
@@ -250,7 +255,9 @@ class Tape:
         assert self._next[mb] <= stage, f"stage {stage} of micro-batch {mb} is not next"
         assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
         suspended = self.suspended[mb]
-        with self._named(stage, mb):
+        last = stage == len(self._stages) - 1
+        shared = () if last else tuple((place, place.now()) for place in self.restored)
+        with self._named(stage, mb), held(shared):
             suspended.own.put()
             if self.elsewhere is not None:
                 self.elsewhere.before(suspended, stage)
@@ -258,7 +265,7 @@ class Tape:
             suspended.own.note(self.facts[stage].assigned)
             if self.elsewhere is not None:
                 self.elsewhere.behind(suspended, stage)
-            if stage == len(self._stages) - 1:
+            if last:
                 suspended.own.clear()
         self._next[mb] = stage + 1
 
