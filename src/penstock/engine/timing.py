@@ -36,8 +36,8 @@ def time_stages(
     of the model.
 
     Stages that are alike (the blocks of a transformer) count with their median, so that one interruption does not tell.
-    A short pass is made several times, and one counts that a quarter of them are faster than: a slow spell of the
-    machine does not tell, either, nor does a moment in which others who compute here stood still.
+    A short pass is made several times, and the median counts: a slow spell of the machine does not tell, either, nor
+    does a moment in which others who compute here stood still. The fastest would be one that few steps come up to.
     """
     timed = partial(_pass, tape, program, facts, fresh, visiting)
     if tape.compiled:  # what is compiled on the way is compiled once
@@ -46,7 +46,7 @@ def time_stages(
     while (so_far := time.perf_counter() - began) < _SHORT and len(passes) < (_MANY if so_far < _BRIEF else _FEW):
         passes.append(timed())
     passes.sort(key=lambda times: sum(times.forward) + sum(times.backward))
-    return passes[len(passes) // 4]
+    return passes[(len(passes) - 1) // 2]
 
 
 def orthogonal_rate(matrices: Sequence[Piece], device: torch.device) -> float | None:
@@ -63,7 +63,7 @@ def orthogonal_rate(matrices: Sequence[Piece], device: torch.device) -> float | 
     return flop / seconds if seconds else None
 
 
-_FEW, _SHORT = 3, 2.0
+_FEW, _SHORT = 5, 2.0
 """passes that are made unless they take so many seconds"""
 _MANY, _BRIEF = 16, 0.5
 """passes that are made as long as they take less"""
