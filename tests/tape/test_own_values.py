@@ -186,7 +186,7 @@ def a_log(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_log_that_nobody_reads_is_as_it_was() -> None:
     _, bench = assert_exact(of(lambda: Keeping(a_log)))
-    assert len(bench.tape.model.kept) == 1 + len(WEIGHTS), "with the probe's"
+    assert len(bench.tape.model.kept) == len(WEIGHTS), "without the probe's"
 
 
 def loss_of_features(model: nn.Module, micro_batch: Any) -> torch.Tensor:
@@ -480,4 +480,4 @@ def test_a_log_within_what_blocks_are_handed_loses_nothing() -> None:
 
     case = replace(masked_case(keep), build=of(lambda: Handing(keep)).build)
     _, bench = assert_exact(case, orders=(vertical,))
-    assert len(bench.tape.model.object.log) == 1 + len(WEIGHTS), "with the probe's"
+    assert len(bench.tape.model.object.log) == len(WEIGHTS), "without the probe's"

@@ -154,7 +154,7 @@ class Engine:
             loss_weights=weights,
             durability=self._durability,
             resources=self._resources,
-            before=self._resources.tape.before(),
+            before=self._resources.tape.before(train=True),
             flops=flops,
             began=began,
             origin=self._began,
@@ -255,7 +255,7 @@ class Engine:
         context = StepContext(step=self.step_count, update=Update(count=1, hypers=()))
         inputs = batch.all_to_device(micro_batches, self.device, self._resources.dtype)
         tape = self._resources.tape
-        with tape.undo.after(tape.before().put_back):  # from now: a plan's probe tells which buffers change
+        with tape.undo.after(tape.before(train=False).put_back):  # from now: a probe tells which buffers change
             losses = runner.run(context, inputs, weights)
         failures = self._ranks.gather_objects("losses that are no numbers", context.failure and str(context.failure))
         for rank, failure in enumerate(failures):

@@ -87,6 +87,8 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             trains=any(f.call.trains for f in same),
             reachable=any(f.call.reachable for f in same),
             finds=tuple(dict.fromkeys(h for f in same for h in f.call.finds)),
+            around=tuple(dict.fromkeys(h for f in same for h in f.call.around)),
+            undoes=tuple(dict.fromkeys(h for f in same for h in f.call.undoes)),
             last=last_of_all([f.call.last for f in same]),
         )
         assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))

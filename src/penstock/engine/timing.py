@@ -78,7 +78,7 @@ def _pass(
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
-    before = ModulesBefore(tape.model, generators=tape.generators.values())
+    before = ModulesBefore(tape.model, generators=tape.generators.values(), places=tape.moving)
     on_gradient, sink = tape.on_gradient, _Sink(program, tape.device)
 
     def end() -> None:

@@ -22,6 +22,7 @@
     rng       seeds as a function of the place in training
     trees     tensors in nested arguments
     opaque    tensors in objects that cannot be looked into
+    changes   what a forward changes outside of modules
     smuggled  tensors that pass by other ways than arguments and results
     weight_views  views of weights that are read when the weight has left
     asked     calls of autograd in a model's forward

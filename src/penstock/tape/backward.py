@@ -25,13 +25,13 @@ from penstock.tape.buffers import Attributes, Buffer, copies, placed
 from penstock.tape.cut import Leaf, leaf_of
 from penstock.tape.early_stop import LastProduct, Search
 from penstock.tape.facts import Site
-from penstock.tape.holders import Holder
 from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arguments, on_leaves
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
 from penstock.tape.outside import Outside
 from penstock.tape.own_values import Held as HeldValues
 from penstock.tape.own_values import held
+from penstock.tape.places import Holder
 from penstock.tape.rng import RandomState
 from penstock.tape.split import Held, Splitting
 
@@ -42,7 +42,8 @@ class Call:
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
     modules that have them; ``own``: the micro-batch's own values, and ``handed``: what was in the objects, dicts and
-    lists within its arguments. ``graph``: the one that its backward goes through; None: that has to be computed again.
+    lists within its arguments, and in the places ``around`` it (``Facts``). ``graph``: the one that its backward goes
+    through; None: that has to be computed again, where it ``undoes`` what it changes in places.
     ``last``: the product that can be left out of that.
     """
 
@@ -58,6 +59,7 @@ class Call:
     attributes: tuple[Attributes, ...]
     own: HeldValues
     handed: HeldValues = ()
+    undoes: tuple[Holder, ...] = ()
     graph: KeptGraph | None = None
     last: LastProduct | None = None
 
@@ -246,6 +248,11 @@ class Backward:
         if stage in self.calls:
             self.calls[stage] = replace(self.calls[stage], own=tuple(pair for pair in own if pair[0] in places))
 
+    def meet(self, stage: int, around: HeldValues) -> None:
+        """In a probe: keep for its recomputation what a call has found in other places."""
+        if stage in self.calls and around:
+            self.calls[stage] = replace(self.calls[stage], handed=(*self.calls[stage].handed, *around))
+
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.
 
@@ -304,7 +311,8 @@ class Backward:
     def _as_it_was(self, call: Call) -> Iterator[None]:
         """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        with held(call.own), held(call.handed), placed(call.buffers, call.attributes):
+        left = tuple((place, place.now()) for place in call.undoes)
+        with held(left), held(call.own), held(call.handed), placed(call.buffers, call.attributes):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield

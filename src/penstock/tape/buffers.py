@@ -13,6 +13,7 @@ from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.generators import Generator, States, of_modules
+from penstock.tape.places import Holder
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -61,12 +62,15 @@ class ModulesBefore:
         module: nn.Module,
         changing: Collection[tuple[nn.Module, str]] | None = None,
         generators: Iterable[Generator] = (),
+        places: Iterable[Holder] = (),
     ) -> None:
         """``changing``: the buffers, as (module, name), of which there is a copy besides the persistent ones; None: all
-        of them. ``generators``: the model's own, besides those that are attributes."""
+        of them. ``generators``: the model's own, besides those that are attributes; ``places``: others that it changes.
+        """
         modules = list(module.named_modules())
         self._attributes = [(owner, attributes_of(owner)) for _, owner in modules]
         self._generators = States((*generators, *of_modules(owner for _, owner in modules)))
+        self._places = [(place, place.now()) for place in sorted(places, key=lambda place: place.depth)]
         self.buffers = [
             _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
             for path, owner in modules
@@ -130,6 +134,8 @@ class ModulesBefore:
             set_attributes(owner, before)
         for buffer in self.buffers:
             buffer.put_back()
+        for place, value in self._places:
+            place.put(value)
         self._generators.put_back()
 
 

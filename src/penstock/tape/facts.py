@@ -11,8 +11,8 @@ from penstock.schedule.work import BothWays
 from penstock.tape import trees
 from penstock.tape.early_stop import LastProduct
 from penstock.tape.handed import HandedOn
-from penstock.tape.holders import Holder
 from penstock.tape.losses import Compared
+from penstock.tape.places import Holder
 from penstock.tape.waits import Wait
 
 
@@ -37,7 +37,9 @@ class Facts:
     writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they the block's own.
     ``reachable``: its graph may have tensors that others reach, besides weights, inputs and what it returns: from
     before the call, or such as it leaves behind. ``finds``: the places of values that earlier stages assign for it.
-    ``last``: the product that its recomputation can do without.
+    ``around``: places outside of modules and arguments that forwards change, and that are to hold in its recomputation
+    what they do in the call; ``undoes``: those that the call changes, and its recomputation is not to. ``last``: the
+    product that its recomputation can do without.
     """
 
     buffers: tuple[tuple[nn.Module, str], ...] = ()
@@ -45,6 +47,8 @@ class Facts:
     trains: bool = False
     reachable: bool = False
     finds: tuple[Holder, ...] = ()
+    around: tuple[Holder, ...] = ()
+    undoes: tuple[Holder, ...] = ()
     last: LastProduct | None = None
 
 

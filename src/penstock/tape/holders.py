@@ -1,22 +1,21 @@
-"""Places in which a model's own code keeps values for later: attributes, entries of dicts, lists, variables.
+"""The search for places in which a model's own code keeps values for later (``places``).
 
 There is one such place for all micro-batches that are under way. So each has its own values, which are put there when
 its forward goes on (``own_values``).
 """
 
+import array
 import functools
 import logging
-import operator
 import queue
 import threading
 import types
-from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, ClassVar
+from itertools import chain, islice
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,9 +25,27 @@ from penstock.tape.buffers import attributes_of
 from penstock.tape.code import globals_of, is_of_a_model, reached
 from penstock.tape.generators import KINDS, Generator, is_own, of_modules
 from penstock.tape.opaque import slots_of
-
-ABSENT: Any = object()
-"""The value where there is none."""
+from penstock.tape.places import (
+    ABSENT,
+    Additions,
+    Attribute,
+    Attributes,
+    ClassAttribute,
+    Contents,
+    Entries,
+    Entry,
+    Holder,
+    Inner,
+    Numbers,
+    Part,
+    Slot,
+    Step,
+    Steps,
+    Variable,
+    attributes_within,
+    items_of,
+    name_of,
+)
 
 _MOST = 20_000
 """Values that one search looks at, the nearest first."""
@@ -49,230 +66,15 @@ _PLAIN = trees.PLAIN | {torch.Tensor, nn.Parameter}
 _NOT_OWN = (torch.Tensor, threading.Thread, queue.Queue, *KINDS, *_WITHOUT)
 """Types of what has no places that are a micro-batch's: tensors, and what other threads change."""
 
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Holder(ABC):
-    """A place for a value: in ``of``, by ``key``. Two are equal if they are the same place."""
-
-    of: Any
-    key: Any = None
-
-    outer: ClassVar[tuple[type, ...]] = ()
-    """types of the values that such a place is at once within"""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.of is other.of and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash((id(self.of), self.key))
-
-    @property
-    def depth(self) -> int:
-        """The number of places that it is within, which are filled before it is."""
-        return 0
-
-    @abstractmethod
-    def now(self) -> Any:
-        """The value that is there, or ``ABSENT``."""
-
-    @abstractmethod
-    def put(self, value: Any) -> None: ...
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        """``of`` of such a place that is at once within a value; None: there is none."""
-        return value if isinstance(value, cls.outer) else None
-
-
-def _set_entry(of: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an entry, or take it out, without running code of a class's own, which may refuse that (``ModelOutput``)."""
-    kind = OrderedDict if isinstance(of, OrderedDict) else dict
-    before = dict.get(of, key, ABSENT)
-    if value is not ABSENT and value is not before:
-        kind.__setitem__(of, key, value)
-    elif value is ABSENT and before is not ABSENT:
-        kind.__delitem__(of, key)
-
-
-def _items(of: Any) -> Iterator[Any]:
-    """The items of a list, a set, a deque or a tuple, without running code of a class's own."""
-    kind: Any = next(kind for kind in (list, tuple, set, frozenset, deque) if isinstance(of, kind))
-    return kind.__iter__(of)  # type: ignore[no-any-return]
-
-
-class _OfObject:
-    """A place in the dict of an object's attributes."""
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return _attributes(value)
-
-
-class Entry(Holder):
-    """An entry of a dict, be it that of an object's attributes or of globals."""
-
-    outer = (dict,)
-
-    def now(self) -> Any:
-        return dict.get(self.of, self.key, ABSENT)
-
-    def put(self, value: Any) -> None:
-        _set_entry(self.of, self.key, value)
-
-
-class Attribute(_OfObject, Entry):
-    """An attribute of an object."""
-
-
-class Entries(Holder):
-    """All of a dict."""
-
-    outer = (dict,)
-
-    def now(self) -> Any:
-        return dict.copy(self.of)
-
-    def put(self, value: Any) -> None:
-        for key in dict.keys(self.of) - value.keys():
-            _set_entry(self.of, key, ABSENT)
-        for key, item in value.items():
-            _set_entry(self.of, key, item)
-
-
-class Attributes(_OfObject, Entries):
-    """All attributes of an object."""
-
-
-class Contents(Holder):
-    """All of a list, a set or a deque."""
-
-    outer = (list, set, deque)
-
-    def now(self) -> Any:
-        return tuple(_items(self.of))
-
-    def put(self, value: Any) -> None:
-        now = self.now()
-        if len(value) == len(now) and all(map(operator.is_, value, now)):
-            return  # code may go through it
-        kind: Any = next(kind for kind in self.outer if isinstance(self.of, kind))
-        kind.clear(self.of)
-        (kind.update if kind is set else kind.extend)(self.of, value)
-
-
-class Additions(Contents):
-    """All of a list, a set or a deque that may be there to be added to: what has come behind what was there stays."""
-
-    def put(self, value: Any) -> None:
-        now = self.now()
-        if not value or len(value) > len(now) or not all(map(operator.is_, value, now)):
-            super().put(value)
-
-
-class Part(Holder):
-    """A part of a tuple, which has no other than it is made of."""
-
-    outer = (tuple,)
-
-    def now(self) -> Any:
-        return tuple.__getitem__(self.of, self.key) if self.key < tuple.__len__(self.of) else ABSENT
-
-    def put(self, value: Any) -> None:
-        pass
-
-
-class Variable(Holder):
-    """A variable that functions share: a cell of their closures."""
-
-    def now(self) -> Any:
-        try:
-            return self.of.cell_contents
-        except ValueError:
-            return ABSENT
-
-    def put(self, value: Any) -> None:
-        if value is not ABSENT:
-            self.of.cell_contents = value
-        elif self.now() is not ABSENT:
-            del self.of.cell_contents
-
-
-class Slot(Holder):
-    """An attribute of an object whose class has slots, by that slot's descriptor."""
-
-    def now(self) -> Any:
-        try:
-            return self.key.__get__(self.of)
-        except AttributeError:
-            return ABSENT
-
-    def put(self, value: Any) -> None:
-        if value is not ABSENT:
-            self.key.__set__(self.of, value)
-        elif self.now() is not ABSENT:
-            self.key.__delete__(self.of)
-
-    @classmethod
-    def within(cls, value: Any, key: Any) -> Any:
-        return value if isinstance(value, key.__objclass__) else None
-
-
-class ClassAttribute(Holder):
-    """An attribute of a class itself, which its metaclass is not asked about."""
-
-    outer = (type,)
-
-    def now(self) -> Any:
-        return vars(self.of).get(self.key, ABSENT)
-
-    def put(self, value: Any) -> None:
-        before = self.now()
-        if value is not ABSENT and value is not before:  # to set one takes from Python what it knows of the class
-            type.__setattr__(self.of, self.key, value)
-        elif value is ABSENT and before is not ABSENT:
-            type.__delattr__(self.of, self.key)
-
-
-class Inner(Holder):
-    """A place within whatever is in another place, ``of``: the model may put another object there, or first make it in
-    a forward. ``key``: the way from there, of each place its class as a holder, and key."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Inner and (self.of, self.key) == (other.of, other.key)
-
-    def __hash__(self) -> int:
-        return hash((self.of, self.key))
-
-    @property
-    def depth(self) -> int:
-        return len(self.key)
-
-    def _there(self) -> Holder | None:
-        """The place; None: there is something else than in the probe."""
-        place: Holder = self.of
-        for kind, key in self.key:
-            of = kind.within(place.now(), key)
-            if of is None:
-                return None
-            place = kind(of=of, key=key)
-        return place
-
-    def now(self) -> Any:
-        there = self._there()
-        return ABSENT if there is None else there.now()
-
-    def put(self, value: Any) -> None:
-        there = self._there()
-        if there is not None:
-            there.put(value)
-
-
-Way = tuple[Holder, ...]
-"""The holders on the way to a value, from the outermost to its own."""
-_Step = tuple[type[Holder], Any, Any]
-"""A holder that is made only once it is needed: its class, ``of`` and ``key``."""
-Steps = tuple[_Step, ...]
-"""A way as it is found: see ``along``."""
+_OF_THREADS = (threading.Thread, queue.Queue, type(threading.Lock()), type(threading.RLock()))
+"""Types of what an object has that several threads change."""
+_KEEPING = frozenset(
+    (
+        *("builtins", "types", "array", "collections", "argparse", "functools", "weakref", threading.local.__module__),
+        *("numpy", "transformers", "peft"),
+    )
+)
+"""Packages whose objects models keep values in."""
 
 
 class Search:
@@ -285,13 +87,18 @@ class Search:
         # The tape's own hooks, of which each module has one, keep nothing: a search would grow with the model.
         hooks = (hook for module in self._every for hook in forward_hooks(module) if not _is_ours(hook))
         self._others: list[Any] = [loss_fn, *hooks]
-        kinds = {cls for module in self._own for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+        self._seen: set[int] = set()  # values from which ``places`` was, by identity
+        self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
+        self._code, self._globals = self._code_of(self._own)
+
+    def _code_of(self, modules: Iterable[nn.Module]) -> tuple[list[Any], set[Entry]]:
+        """The functions and classes that modules refer to, and those of the model's own; and the globals of these. As a
+        set: functions of one module refer to the same ones. Those that are not there yet may be, later."""
+        kinds = {cls for kind in set(map(type, modules)) for cls in kind.__mro__ if issubclass(cls, nn.Module)}
         values = [value for module in self._own for value in attributes_of(module).values()]
         functions, classes = reached(kinds - {nn.Module}, (*self._others, *values))
-        self._code: list[Any] = [*classes, *(code for code in functions if is_of_a_model(code.__module__))]
-        self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
-        # As a set: functions of one module refer to the same ones. Those that are not there yet may be, later.
-        self._globals = {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
+        code: list[Any] = [*classes, *(code for code in functions if is_of_a_model(code.__module__))]
+        return code, {Entry(of=of, key=key) for function in functions for (_, of, key), _ in _globals(function)}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Steps]]:
         return ((item, way) for item, way in self._all(self._others) if isinstance(item, torch.Tensor))
@@ -302,6 +109,26 @@ class Search:
         others = self._others if isinstance(self._others[0], types.FunctionType) else self._others[1:]
         yield from of_modules(self._every)
         yield from (item for item, _ in self._all(others) if is_own(item))
+
+    def places(self) -> Iterator[tuple[Holder, str]]:
+        """The objects, dicts, lists and variables that are found, each as a whole, globals and attributes of classes,
+        with their names; also those that code of blocks refers to. Not those of an object whose method is the loss
+        function, nor tables."""
+        code, known = self._code_of(self._every)
+        yield from ((place, name_of(place.key)) for place in known)
+        classes = (kind for kind in code if isinstance(kind, type))
+        yield from (
+            (ClassAttribute(of=kind, key=key), f"{kind.__name__}.{key}") for kind in classes for key in _own(kind)
+        )
+        others = self._others[isinstance(self._others[0], types.MethodType) :]
+        functions = [(part, ()) for part in code if isinstance(part, types.FunctionType)]
+        self._seen.clear()
+        found = self._walk(self._roots(others, code, known), self._seen, _may_change)
+        yield from _places_within(chain(functions, found))
+
+    def places_on(self, modules: Iterable[nn.Module]) -> Iterator[tuple[Holder, str]]:
+        """More of these, reached from the attributes of a block's modules, and from nowhere before."""
+        return _places_within(self._walk(_on_modules(modules), self._seen, _may_change))
 
     def ways_to(self, places: Container[Holder]) -> Iterator[Holder]:
         """The holders on the ways to some of these places that are found; lists are there to be added to."""
@@ -314,23 +141,31 @@ class Search:
 
     def _all(self, others: Iterable[Any]) -> Iterator[tuple[Any, Steps]]:
         """All values that are tensors, or may hold some, each with the way to it."""
-        queue: deque[tuple[Steps, Any]] = deque(((), other) for other in others)
-        for code in self._code:
-            queue += ((() if step is None else (step,), part) for step, part in _parts(code) if self._may_hold(part))
-        for entry in self._globals:
+        return self._walk(self._roots(others, self._code, self._globals), set())
+
+    def _roots(self, others: Iterable[Any], code: Iterable[Any], known: Iterable[Entry]) -> Iterator[tuple[Steps, Any]]:
+        """The values at which a search begins, each with the way to it."""
+        yield from (((), other) for other in others)
+        for item in code:
+            yield from ((() if step is None else (step,), part) for step, part in _parts(item) if self._may_hold(part))
+        for entry in known:
             if (value := entry.now()) is not ABSENT:
-                queue.append((((Entry, entry.of, entry.key),), value))
-        for module in self._own:
-            of = vars(module)
-            queue += ((((Entry, of, name),), value) for name, value in attributes_of(module).items())
-        seen: set[int] = set()
+                yield ((Entry, entry.of, entry.key),), value
+        yield from _on_modules(self._own)
+
+    def _walk(
+        self, roots: Iterable[tuple[Steps, Any]], seen: set[int], looks_into: Callable[[Any], bool] = lambda item: True
+    ) -> Iterator[tuple[Any, Steps]]:
+        """All values from these on that are tensors, or may hold some, each with the way to it. ``seen``: those that
+        are left out, by identity; these are noted there. ``looks_into``: says of which others it is."""
+        queue = deque(roots)
         for _ in range(_MOST):
             if not queue:
                 return
             way, item = queue.popleft()
             if isinstance(item, torch.Tensor):
                 yield item, way
-            elif self._may_hold(item) and id(item) not in seen:
+            elif self._may_hold(item) and id(item) not in seen and looks_into(item):
                 seen.add(id(item))
                 yield item, way
                 queue += (
@@ -344,16 +179,55 @@ class Search:
         kind = type(value)
         found = self._kinds.get(kind)
         if found is None:
-            found = self._kinds[kind] = not issubclass(kind, _WITHOUT)
+            found = self._kinds[kind] = not (issubclass(kind, _WITHOUT) or _is_ours(kind))
         return found
 
 
-def _holder(step: _Step) -> Holder:
+def _holder(step: Step) -> Holder:
     kind, of, key = step
     return kind(of=of, key=key)
 
 
-def along(way: Iterable[_Step]) -> Iterator[Holder]:
+def _on_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[Steps, Any]]:
+    """The attributes of modules, each with its place."""
+    for module in modules:
+        of = vars(module)
+        yield from ((((Entry, of, name),), value) for name, value in attributes_of(module).items())
+
+
+def _places_within(found: Iterable[tuple[Any, Steps]]) -> Iterator[tuple[Holder, str]]:
+    """The places that found values consist of, with their names."""
+    for item, way in found:
+        if not isinstance(item, _NOT_OWN):
+            yield from ((_holder(step), _name((*way, step))) for step in _places(item) if _is_small(step))
+
+
+def _may_change(item: Any) -> bool:
+    """False of a library's objects, but for configurations and the like, and of those that other threads change."""
+    module = getattr(type(item), "__module__", None)
+    if not (is_of_a_model(module) or str(module).partition(".")[0] in _KEEPING):
+        return False
+    return not any(isinstance(value, _OF_THREADS) for value in (attributes_within(item) or {}).values())
+
+
+def _is_small(step: Step) -> bool:
+    """False of a table of more than ``_MOST_OF_ONE`` values, which nobody sets in a forward."""
+    kind, of, _ = step
+    return kind in (Slot, Variable) or (np.size(of) if kind is Numbers else len(of)) <= _MOST_OF_ONE
+
+
+def _name(way: Steps) -> str:
+    """The names of the places on a way."""
+    return ".".join(name_of(key) for _, _, key in way if key is not None) or "a variable of a function"
+
+
+def _own(kind: type) -> list[str]:
+    """The names of a class's attributes, but for methods and those of Python's."""
+    members = vars(kind).items()
+    return [name for name, value in members if not (name.startswith("__") or isinstance(value, _METHODS))]
+
+
+def along(way: Iterable[Step]) -> Iterator[Holder]:
     """The places on a way, each as one within the outermost that it is found from."""
     root: Holder | None = None
     before: Any = ABSENT
@@ -396,10 +270,11 @@ def places_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
         seen.add(id(item))
         left += _fixed(item)
         for kind, of, key in _places(item):
-            place, single = kind(of=of, key=key), kind in (Slot, Variable)
-            if single or len(of) <= _MOST_OF_ONE:
+            if _is_small((kind, of, key)):
+                place = kind(of=of, key=key)
                 value = place.now()
                 found.append((place, value))
+                single = kind in (Slot, Variable, Numbers)
                 left += (value,) if single else value if kind is Contents else value.values()
     return tuple(found)
 
@@ -410,8 +285,9 @@ def _is_ours(code: Callable[..., Any]) -> bool:
     return bool(module.partition(".")[0] == __name__.partition(".")[0])
 
 
-def _places(item: Any) -> Iterator[_Step]:
-    """The places that an object consists of: the variables of a function; all of a dict, or a list; all attributes."""
+def _places(item: Any) -> Iterator[Step]:
+    """The places that an object consists of: the variables of a function; all of a dict, a list or an array; all
+    attributes."""
     if isinstance(item, types.FunctionType):
         yield from ((Variable, cell, None) for cell in item.__closure__ or ())
         if item.__dict__:
@@ -421,11 +297,20 @@ def _places(item: Any) -> Iterator[_Step]:
         yield Entries, item, None
     elif isinstance(item, list | set | deque):
         yield Contents, item, None
-    attributes = _attributes(item)
+    elif _is_array(item):
+        yield Numbers, item, None
+    attributes = attributes_within(item)
     if attributes is not None:
         yield Attributes, attributes, None
     # Those of classes in C may be there to be read alone.
     yield from ((Slot, item, slot) for slot in slots_of(type(item)) if "__slots__" in vars(slot.__objclass__))
+
+
+def _is_array(item: Any) -> bool:
+    """True of an array of numbers that has its own memory."""
+    if isinstance(item, np.ndarray):
+        return bool(item.flags.owndata and item.flags.writeable) and not item.dtype.hasobject
+    return isinstance(item, bytearray | array.array)
 
 
 def _fixed(item: Any) -> Collection[Any]:
@@ -436,10 +321,10 @@ def _fixed(item: Any) -> Collection[Any]:
         return item.__self__, item.__func__
     if isinstance(item, functools.partial):
         return item.func, item.args, item.keywords
-    return tuple(_items(item)) if isinstance(item, tuple | frozenset) else ()
+    return tuple(items_of(item)) if isinstance(item, tuple | frozenset) else ()
 
 
-def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
+def _within(item: Any) -> Iterator[tuple[Step | None, Any]]:
     """The values within an object, and of a function those that it refers to, each with its holder; with none where it
     can only be put back with the object."""
     yield from _parts(item)
@@ -447,14 +332,14 @@ def _within(item: Any) -> Iterator[tuple[_Step | None, Any]]:
         yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
 
 
-def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
+def _parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
     """The values within an object: see ``_within``."""
     if isinstance(item, type):
         members = list(vars(item).items())
         yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
         return
     if isinstance(item, tuple):
-        yield from (((Part, item, index), part) for index, part in enumerate(_items(item)))
+        yield from (((Part, item, index), part) for index, part in enumerate(items_of(item)))
     else:
         yield from ((None, part) for part in _fixed(item))
     for step in _places(item):
@@ -463,25 +348,12 @@ def _parts(item: Any) -> Iterator[tuple[_Step | None, Any]]:
             each = Attribute if kind is Attributes else Entry
             yield from (((each, of, key), value) for key, value in list(islice(dict.items(of), _MOST_OF_ONE)))
         elif kind is Contents:
-            yield from ((step, part) for part in list(islice(_items(of), _MOST_OF_ONE)))
+            yield from ((step, part) for part in list(islice(items_of(of), _MOST_OF_ONE)))
         elif (value := _holder(step).now()) is not ABSENT:
             yield step, value
 
 
-def _attributes(item: object) -> dict[str, Any] | None:
-    """The dict of an object's attributes, without running code of its own; None: it has none. Of a ``threading.local``
-    that of this thread."""
-    read: Callable[[Any, str], Any] = object.__getattribute__
-    if isinstance(item, threading.local):
-        read = threading.local.__getattribute__
-    try:
-        found = read(item, "__dict__")
-    except AttributeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _globals(function: types.FunctionType) -> Iterator[tuple[_Step, Any]]:
+def _globals(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     """The globals that a function may refer to, but for modules and code, each with its value now, or ``ABSENT``."""
     for known, name in globals_of(function):
         value = known.get(name, ABSENT)

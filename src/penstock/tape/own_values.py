@@ -16,7 +16,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.holders import Entry, Holder
+from penstock.tape.places import Entry, Holder
 
 _NUMBERS = (bool, int, float, complex, str)
 """Types of which another object may be the same value."""

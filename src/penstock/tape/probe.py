@@ -20,22 +20,25 @@ from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK
 from penstock.schedule.work import Work
 from penstock.tape import early_stop, graph, trees
+from penstock.tape.again import Again, settle
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, copies, tensor_attributes
+from penstock.tape.changes import Changes, Overwritten
 from penstock.tape.facts import Facts, Learned, Site
 from penstock.tape.handed import Calls, HandedOn
-from penstock.tape.holders import Holder, Search
+from penstock.tape.holders import Search
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.own_values import Accesses
 from penstock.tape.parameters import versions
-from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage
+from penstock.tape.places import Holder
+from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of, left_on, refuse_kept
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
 from penstock.tape.waits import Waits
-from penstock.tape.watch import CHANGES, Ahead, Birth, Op, Operand, Watch, put_back
+from penstock.tape.watch import CHANGES, Ahead, Op, Operand, Watch, put_back
 from penstock.tape.weight_views import WeightViews
 
 if TYPE_CHECKING:
@@ -52,11 +55,12 @@ class Probe:
     """One probe of one micro-batch; see ``run``."""
 
     def __init__(self, tape: "Tape", load: Callable[[int], None], unload: Callable[[int], None], copied: bool) -> None:
-        self._tape = tape
-        self._running = tape.running
+        self._tape, self._running = tape, tape.running
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
-        self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
+        self._search = search = Search(own, modules, tape.loss_fn)
+        self._accesses = Accesses(modules)
+        self._changes = Changes(search.places(), (search.places_on(s.module.modules()) for s in tape.sites))
         tape.generators |= {id(g): g for g in self._search.generators()}
         self._load, self._unload, self._copied = load, unload, copied
         self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
@@ -78,6 +82,7 @@ class Probe:
         self._waits, self._waiting = Waits(), tape.device.type not in ("cpu", "meta")
         self._seen = Calls()
         self._lasting: dict[Holder, None] = {}  # places in what blocks are handed and the model keeps, on the way there
+        self._handed: set[int] = set()  # objects, dicts and lists that blocks are handed, by identity
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
         self._stopping: early_stop.Search | None = None
         self._forward_done = False  # what comes then is computed again, and waits again
@@ -88,11 +93,14 @@ class Probe:
         """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
         before, self._asked.train = ModulesBefore(tape.model, generators=tape.generators.values()), train
+        self._overwritten = Overwritten((*trees.tensors(micro_batch), *tape.model.buffers()))
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
 
         def end() -> None:
             with ExitStack() as left:  # all of it, also where a forward that is closed raises on its way out
                 left.callback(before.put_back)
+                left.callback(self._changes.put_back)
+                left.callback(self._overwritten.put_back)
                 left.callback(setattr, tape, "on_gradient", on_gradient)
                 left.callback(self._release)
                 left.callback(self._smuggled.outside.release)
@@ -105,6 +113,7 @@ class Probe:
 
     def _run(self, micro_batch: Mapping[str, Any], train: bool, before: ModulesBefore, flags: TrainingFlags) -> Learned:
         tape = self._tape
+        given = trees.snapshot(micro_batch)
         self._smuggled.given(micro_batch)  # which is not kept: a probe lives on until a collection
         self._seen.given(micro_batch)
         tape.open(0, [micro_batch], train, flags=flags)
@@ -117,7 +126,7 @@ class Probe:
             self._run_forward(suspended)
         self._forward_done = True
         self._refuse_replaced(tape.model)
-        self._refuse_kept()
+        refuse_kept(self._segments)
         self._views.refuse()
         self._smuggled.refuse()
         carried = self._smuggled.carries(before, self._accesses)
@@ -128,7 +137,21 @@ class Probe:
             self._run_backward(suspended)
             self._views.refuse()
             found.load_stepped()
+        tape.moving |= {place for place, _ in self._overwritten.before}
         tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
+        if self._changes.found:
+            again = Again(
+                tape=tape,
+                micro_batch=given,
+                train=train,
+                segments=self._segments,
+                before=before,
+                flags=flags,
+                overwritten=self._overwritten,
+                weights=(self._bring, self._ahead, self._release),
+            )
+            found_again = settle(self._changes.found, again, self._loss, self._watch.birth, tries=carried is None)
+            carried = self._smuggled.goes_on(*found_again) if found_again else carried
         calls = tuple(self._seen.calls.get(members[0]) for members in found.members)
         return Learned(
             stages=found.stages(),
@@ -160,6 +183,7 @@ class Probe:
         """
         self._seen.wrote(written.storage)
         if not self._packer.has(written.storage):
+            self._overwritten.note(written)
             return
         parameter = self._packer.parameter_of(written.tensor)
         if parameter is None or self._calling is None:
@@ -319,6 +343,7 @@ class Probe:
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=() if event == "done" else self._search)  # nothing reads it any more
             suspended.own.note(self._accesses.written_in(self._watch.segment))
+            self._changes.look(self._watch.segment, ahead=suspended.arrival and suspended.arrival.site.index)
             if event == "done":
                 assert suspended.loss is not None
                 self._loss = None if suspended.loss.is_meta else float(suspended.loss.detach())
@@ -331,6 +356,7 @@ class Probe:
         segment = self._start(site)
         self._see_call(suspended, arrival)
         if arrival.within:
+            self._handed |= {id(place.of) for place, _ in arrival.within}
             self._lasting.update(dict.fromkeys(self._search.ways_to({place for place, _ in arrival.within})))
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
         before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
@@ -353,9 +379,10 @@ class Probe:
         )
         segment.own = suspended.own.now(self._accesses.seen_by(self._watch.segment))
         suspended.own.note(self._accesses.written_in(self._watch.segment))
+        self._changes.look(self._watch.segment, block=site.index)
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
-        segment.left = self._left(site, attributes, returned_births)
+        segment.left = left_on(site, attributes, returned_births, self._watch.birth)
         segment.facts = replace(
             segment.facts,
             buffers=tuple((b.module, b.name) for b in changed),
@@ -364,9 +391,12 @@ class Probe:
 
     def _note_handed_on(self, suspended: SuspendedForward) -> None:
         """Note behind which segments there are values that later ones read, and which calls find them."""
+        self._changes.end(self._handed)
+        plain = [change for change in self._changes.found if change.is_plain()]
         for index, segment in enumerate(self._segments):
             segment.facts = replace(segment.facts, finds=tuple(self._accesses.found_by(index)))
             suspended.backward.find(index, segment.own, segment.facts.finds)
+            suspended.backward.meet(index, tuple((change.place, change.at(index)) for change in plain))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():
@@ -384,26 +414,6 @@ class Probe:
         before = None if self._made is None else self._made()
         name, segment = arrival.site.name, self._watch.segment
         self._seen.see(segment, name, arrival.inputs, suspended.modes, before=before, born=born)
-
-    def _left(self, site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int]) -> list[tuple[str, Birth]]:
-        """The tensors that the call just run has left on the block's modules and does not return."""
-        old = {id(t) for _, t in before}
-        found = []
-        for what, tensor in tensor_attributes(site.module, site.name):
-            birth = self._watch.birth(tensor)
-            if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
-                found.append((what, birth))
-        return found
-
-    def _refuse_kept(self) -> None:
-        for index, segment in enumerate(self._segments):
-            for what, birth in segment.left:
-                if any(self._segments[i].site is not segment.site for i in birth.touched - {index}):
-                    raise ModelError(
-                        f"{what} is a tensor that the block computes and that "
-                        "other code reads later. With several micro-batches under way it would be that of another one, "
-                        "and its gradient would be lost: let the block return it"
-                    )
 
     def _start(self, site: Site | None) -> Segment:
         self._segments.append(Segment(site=site))
@@ -438,7 +448,7 @@ class Probe:
                     suspended.backward.footprint = footprint
                     self._run_back(suspended, index)
                     if footprint is not None:
-                        segment.graph = _graph(footprint, segment)
+                        segment.graph = graph_of(footprint, segment)
                         segment.facts = replace(segment.facts, reachable=segment.facts.reachable or footprint.older)
                 left_out = 0 if segment.facts.last is None else segment.facts.last.flops
                 segment.backward.work -= Work(flops=left_out)
@@ -488,13 +498,3 @@ class Probe:
         watch.peak = watch.live
         self._running.run_held(suspended, index, held)
         return InTwo(held=kept, first=first, second=watch.peak - start)
-
-
-def _graph(footprint: Footprint, segment: Segment) -> int | None:
-    """Bytes of a call's graph, if it can be kept: with what a forward that makes it takes more than one that does
-    not. Where torch takes another product for a weight that has a graph (``matmul`` of one that a block computes), bits
-    may be others, if not for this micro-batch then for one of another shape."""
-    if footprint.nbytes is None or footprint.products != segment.products:
-        return None
-    forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
-    return max(footprint.nbytes, recomputed - forward, 1)

@@ -4,18 +4,26 @@ A *segment* is what runs between two events: the model's code up to its first ca
 on. A stage is a segment, or a call together with the code behind it when that code touches no parameters.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
+import torch
+
+from penstock.errors import ModelError
 from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
 from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
+from penstock.tape.buffers import tensor_attributes
 from penstock.tape.facts import Facts, Site, StageFacts
-from penstock.tape.holders import Holder
+from penstock.tape.kept_graph import Footprint
 from penstock.tape.own_values import Held
+from penstock.tape.places import Holder
 from penstock.tape.watch import Birth
+
+BirthOf = Callable[[torch.Tensor], Birth | None]
+"""The birth of a tensor; None: no op of the probe has made it."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +83,41 @@ class Segment:
     products: list[int] = field(default_factory=list)
     own: Held = ()
     assigned: set[Holder] = field(default_factory=set)
+
+
+def left_on(
+    site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int], birth_of: BirthOf
+) -> list[tuple[str, Birth]]:
+    """The tensors that the call just run has left on the block's modules and does not return."""
+    old = {id(t) for _, t in before}
+    found = []
+    for what, tensor in tensor_attributes(site.module, site.name):
+        birth = birth_of(tensor)
+        if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
+            found.append((what, birth))
+    return found
+
+
+def refuse_kept(segments: Sequence[Segment]) -> None:
+    """Raise ModelError for a tensor that a block has left on its modules, and that other code reads."""
+    for index, segment in enumerate(segments):
+        for what, birth in segment.left:
+            if any(segments[i].site is not segment.site for i in birth.touched - {index}):
+                raise ModelError(
+                    f"{what} is a tensor that the block computes and that "
+                    "other code reads later. With several micro-batches under way it would be that of another one, "
+                    "and its gradient would be lost: let the block return it"
+                )
+
+
+def graph_of(footprint: Footprint, segment: Segment) -> int | None:
+    """Bytes of a call's graph, if it can be kept: with what a forward that makes it takes more than one that does
+    not. Where torch takes another product for a weight that has a graph (``matmul`` of one that a block computes), bits
+    may be others, if not for this micro-batch then for one of another shape."""
+    if footprint.nbytes is None or footprint.products != segment.products:
+        return None
+    forward, recomputed = segment.forward.peak - segment.forward.start, footprint.peak - segment.backward.start
+    return max(footprint.nbytes, recomputed - forward, 1)
 
 
 class Stages:

@@ -19,9 +19,10 @@ from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
 from penstock.tape.generators import Generator, States
-from penstock.tape.holders import Holder, Steps, Way, along, tensors_in
+from penstock.tape.holders import along, tensors_in
 from penstock.tape.outside import Outside
 from penstock.tape.own_values import Accesses
+from penstock.tape.places import Holder, Steps, Way
 from penstock.tape.watch import Op, Operand, Watch, packets
 from penstock.tape.weight_views import Alias
 
@@ -145,14 +146,18 @@ class Smuggled:
         attributes = accesses.carried(lambda t: (birth := self._birth(t)) is not None and birth.depends)
         for carried, segments in chain(self.carried.found(replaced), attributes):
             what = carried if isinstance(carried, str) else names.get(carried, "a tensor or generator of its own")
-            who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
-            return (
-                f"{what} passes from one micro-batch to the next through several stages of the model ({who}). Block by "
-                "block, each of several micro-batches would find there what others have left: give each step one "
-                "micro-batch, or schedule='horizontal', or let one block, or one stretch of the model's own code, read "
-                "and change it alone"
-            )
+            return self.goes_on(what, segments)
         return None
+
+    def goes_on(self, what: str, segments: Iterable[int]) -> str:
+        """The words for ``what`` these segments have for each other in the next micro-batch."""
+        who = " and ".join(dict.fromkeys(_who(self._blocks.get(segment)) for segment in sorted(segments)))
+        return (
+            f"{what} passes from one micro-batch to the next through several stages of the model ({who}). Block by "
+            "block, each of several micro-batches would find there what others have left: give each step one "
+            "micro-batch, or schedule='horizontal', or let one block, or one stretch of the model's own code, read "
+            "and change it alone"
+        )
 
     def on_op(self, op: Op, written: list[Operand]) -> None:
         """Take note of an op of the forward, which has ``written`` to these, besides parameters."""

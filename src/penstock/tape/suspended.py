@@ -27,11 +27,12 @@ from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
 from penstock.tape.facts import Facts, Site
-from penstock.tape.holders import Contents, places_handed
+from penstock.tape.holders import places_handed
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
 from penstock.tape.own_values import Held, OwnValues, put
+from penstock.tape.places import Contents
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import CHANGES, put_back
 
@@ -263,6 +264,7 @@ class SuspendedForward:
         context.run(_forget, held)
         modes = self.modes  # which it goes on in from the call on
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
+        around = tuple((place, place.now()) for place in self.facts.around)
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
         beside = [tensor for _, tensor in hidden.values() if tensor is not None]
@@ -319,8 +321,9 @@ class SuspendedForward:
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
                 own=self.own.now(self.facts.finds),
-                handed=self.handed,
+                handed=(*self.handed, *around),
                 graph=None if keeping is None else self._kept(cuts.originals, before, keeping),
+                undoes=self.facts.undoes,
                 last=self.facts.last,
             )
         return output

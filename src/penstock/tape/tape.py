@@ -30,13 +30,13 @@ from penstock.tape.facts import Learned, StageFacts
 from penstock.tape.generators import Generator
 from penstock.tape.groups import ParamGroup
 from penstock.tape.guard import set_at_work
-from penstock.tape.holders import Holder
 from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.own_values import held
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
+from penstock.tape.places import Holder
 from penstock.tape.probe import Probe
 from penstock.tape.running import OnGradient, Running
 from penstock.tape.saved_activations import SavedActivations, refuse_kept
@@ -92,6 +92,11 @@ class Tape:
         self.restored: set[Holder] = set()
         """The places that forwards leave as they have found them, having changed them in between, as far as probes have
         seen: each micro-batch finds them so, also where others are under way."""
+        self.flowing: set[Holder] = set()
+        """The places outside of modules that one stage alone changes, and goes on with from micro-batch to micro-batch,
+        while later ones may read what their own has left there, as far as probes have seen."""
+        self.moving: set[Holder] = set()
+        """The places outside of modules that forwards change, as far as probes have seen."""
         self.generators: dict[int, Generator] = {}
         """The model's own, by identity, as far as probes have seen."""
         self.loss_fn = loss_fn
@@ -159,13 +164,14 @@ class Tape:
         assert not self.suspended, "a step is open"
         return Probe(self, load, unload, all_copies).run(micro_batch, train)
 
-    def before(self) -> ModulesBefore:
-        """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count.
+    def before(self, *, train: bool) -> ModulesBefore:
+        """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count;
+        with ``train`` also what forwards change elsewhere, where an evaluation leaves what it has found.
 
         Not copied, to save memory, are buffers outside the ``state_dict`` (masks, rotary tables) that no probe has seen
         change: one that is written to in place for other values of a micro-batch alone stays as it is written.
         """
-        return ModulesBefore(self.model, self.changing, self.generators.values())
+        return ModulesBefore(self.model, self.changing, self.generators.values(), self.moving if train else ())
 
     @property
     def sent(self) -> int:
@@ -256,7 +262,8 @@ class Tape:
         assert all(self.elsewhere is not None and not self.elsewhere.has(k) for k in between), "nor those before it"
         suspended = self.suspended[mb]
         last = stage == len(self._stages) - 1
-        shared = () if last else tuple((place, place.now()) for place in self.restored)
+        others = self.flowing.difference(self.facts[stage].assigned)
+        shared = tuple((place, place.now()) for place in (others if last else self.restored | others))
         with self._named(stage, mb), held(shared):
             suspended.own.put()
             if self.elsewhere is not None:

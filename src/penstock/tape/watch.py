@@ -14,7 +14,7 @@ from penstock.compat import torch as private
 from penstock.compat.torch import packet_of, schema_of, storage_key
 from penstock.schedule.work import Work
 from penstock.tape import trees
-from penstock.tape.holders import Way
+from penstock.tape.places import Way
 
 _ATEN = torch.ops.aten
 
