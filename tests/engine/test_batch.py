@@ -15,7 +15,7 @@ from torch import nn
 from penstock.engine import batch
 from penstock.engine.spans import Beside
 from penstock.errors import ModelError
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.stacks import Own
 from tests.training import assert_same, budget, steps_of, train, wrap
 
@@ -91,7 +91,7 @@ def test_what_holds_no_tensor_reaches_the_loss_as_it_is() -> None:
 
 def test_a_loss_that_collects_tensors_in_its_micro_batch_is_refused(tmp_path: Path) -> None:
     """Changes would be in copies that nobody has. Numbers are no tensors, and a variable of one's own is no copy."""
-    case, own = MODELS["llama"], list[torch.Tensor]()
+    case, own = PLAIN, list[torch.Tensor]()
     given = case.micro_batches(1)[0]
 
     def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_a_loss_that_collects_tensors_in_its_micro_batch_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("there", [[], [torch.zeros(1)], ["a", {"x": torch.zeros(1)}]])
 def test_it_is_refused_wherever_in_a_micro_batch_it_collects(there: list[Any], tmp_path: Path) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     given = case.micro_batches(1)[0] | {"out": {"mask": torch.zeros(2), "seen": there}}
 
     def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_it_is_refused_wherever_in_a_micro_batch_it_collects(there: list[Any], t
 
 def test_a_loss_that_begins_to_collect_later_breaks_no_step(tmp_path: Path) -> None:
     """What a plan was made for is asked before the step: its micro-batches may be others after it."""
-    case, calls = MODELS["llama"], count()
+    case, calls = PLAIN, count()
     given = case.micro_batches(1)[0] | {"out": []}
 
     def collecting(model: nn.Module, mb: Mapping[str, Any]) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_a_loss_that_begins_to_collect_later_breaks_no_step(tmp_path: Path) -> N
 
 def test_a_loss_may_write_into_its_micro_batch(tmp_path: Path) -> None:
     """It finds what was given whenever it runs: in the probe, in a step and where a step is run again."""
-    case = MODELS["llama"]
+    case = PLAIN
     steps = steps_of(case, 2)
     before = copy.deepcopy(steps)
 
@@ -263,7 +263,7 @@ def test_what_trains_outside_of_the_model_is_refused_in_a_step_and_may_be_evalua
     """Its gradient would be lost: in a plain loop, ``backward`` brings it to a model before this one."""
     encoder = nn.Linear(8, 8)
     given = encoder.weight if what == "parameter" else encoder(torch.zeros(8, 8))
-    case = MODELS["llama"]
+    case = PLAIN
     micro_batch = {**case.micro_batches(1)[0], "more": [given]}
 
     def loss(model: Any, mb: Mapping[str, Any]) -> torch.Tensor:

@@ -62,21 +62,11 @@ def steps(schedule: Schedule) -> list[str]:
 cases = st.builds(training, st.integers(0, 10_000))
 
 
-@settings(max_examples=30, deadline=None)
-@given(cases, st.sampled_from(SHARES))
-def test_a_delayed_schedule_is_safe_and_its_text_parses_back(case: Case, share: float) -> None:
-    schedule = delayed(case, share).build()
-    check(schedule)
-    assert parse_schedule(str(schedule)) == schedule
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases, st.sampled_from(SHARES))
-def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
+def moves_work_and_adds_none(case: Case, share: float, late: Schedule) -> None:
     """Every chunk is stepped once a step, as without; bytes are the same on every lane but one. A delayed chunk whose
     weights live on disk is not read from there for its first load of the step, but for its optimizer step where that
     finds it in host memory without a delay; and a gradient may wait on disk."""
-    plain, late = case.build(), delayed(case, share).build()
+    plain = case.build()
     assert steps(plain) == steps(late)
     assert len(late_steps(late)) == late_count(plain, share)
     assert {op.id for op in late.ops if op.id.kind == "OP" and op.id.group == 0} <= {op.id for op in late_steps(late)}
@@ -96,11 +86,7 @@ def test_a_delay_moves_work_and_adds_none(case: Case, share: float) -> None:
     assert late.bytes_per_lane() == expected
 
 
-@settings(max_examples=20, deadline=None)
-@given(cases, st.sampled_from(SHARES))
-def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: float) -> None:
-    schedule = delayed(case, share).build()
-    clocks = Clocks(run_order(schedule))
+def steps_before_weights_are_used(case: Case, schedule: Schedule, clocks: Clocks) -> None:
     for step in late_steps(schedule):
         g, c = step.id.group, step.id.chunk
         loads = [op for op in schedule.ops if op.id.kind in ("RW", "UW") and (op.id.group, op.id.chunk) == (g, c)]
@@ -116,6 +102,52 @@ def test_delayed_steps_come_before_whoever_uses_the_weights(case: Case, share: f
             home = schedule.by_id.get(f"UN{g}.{c}", step)
             for op in users:
                 assert clocks.before(home, op)
+
+
+def commits_between_two_steps(schedule: Schedule, clocks: Clocks) -> None:
+    """Behind the last write of the step before, and before the first one of this."""
+    late = {op.id[2:] for op in late_steps(schedule)}
+    writes = [op for op in schedule.lanes["write"] if op.id.kind in ("WS", "WW")]
+    assert ("CM" in schedule.by_id) == any(op.id[2:] in late for op in writes)
+    for op in writes if "CM" in schedule.by_id else ():
+        commit = schedule.by_id["CM"]
+        assert clocks.before(op, commit) if op.id[2:] in late else clocks.before(commit, op)
+
+
+def pool_of_waiting_gradients_is_full(case: Case, schedule: Schedule) -> None:
+    """At most; where saved activations share it, up to one visit's, as a lane that runs ahead frees them sooner."""
+    for pool in schedule.pools:
+        most = max(in_use(schedule, pool.name))
+        if pool.name == "gradients_held":
+            assert most == pool.count
+        if pool.name == "held":
+            visit = case.settings.micro_batches * max(op.id.startswith("DC") * len(op.takes) for op in schedule.ops)
+            cut = max(len([c for c in chunks(g, case.settings.chunk) if c.trainable]) for g in case.program.groups)
+            assert pool.count - visit - 2 * case.settings.depths.weights * cut <= most <= pool.count
+
+
+def in_use(schedule: Schedule, name: str) -> Iterator[int]:
+    """Buffers of a pool that are taken, after each op's takes, when ops run one by one in the schedule's order."""
+    held = {start for start, _, pool in schedule.carried if pool == name}
+    yield len(held)
+    for op in schedule.ops:
+        held |= {buffer for buffer, pool in op.takes if pool == name}
+        yield len(held)
+        held -= set(op.gives)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases, st.sampled_from(SHARES))
+def test_a_delayed_schedule_is_safe_adds_no_work_and_commits_between_two_steps(case: Case, share: float) -> None:
+    """Of one schedule, which takes longest, all that holds of any."""
+    schedule = delayed(case, share).build()
+    check(schedule)
+    assert parse_schedule(str(schedule)) == schedule
+    clocks = Clocks(run_order(schedule))
+    moves_work_and_adds_none(case, share, schedule)
+    steps_before_weights_are_used(case, schedule, clocks)
+    commits_between_two_steps(schedule, clocks)
+    pool_of_waiting_gradients_is_full(case, schedule)
 
 
 def test_a_share_of_nothing_is_the_schedule_without_a_delay() -> None:
@@ -257,19 +289,6 @@ def test_the_same_holds_on_each_of_several_ranks(case: Case, share: float, ranks
 # ---- the commit in between
 
 
-@settings(max_examples=30, deadline=None)
-@given(cases, st.sampled_from(SHARES))
-def test_the_step_before_is_committed_between_its_last_write_and_this_ones_first(case: Case, share: float) -> None:
-    schedule = delayed(case, share).build()
-    clocks = Clocks(run_order(schedule))
-    late = {op.id[2:] for op in late_steps(schedule)}
-    writes = [op for op in schedule.lanes["write"] if op.id.kind in ("WS", "WW")]
-    assert ("CM" in schedule.by_id) == any(op.id[2:] in late for op in writes)
-    for op in writes if "CM" in schedule.by_id else ():
-        commit = schedule.by_id["CM"]
-        assert clocks.before(op, commit) if op.id[2:] in late else clocks.before(commit, op)
-
-
 def _without(schedule: Schedule, ident: str, *names: str) -> Schedule:
     """The schedule in which one op does not wait for some others."""
     ops = (
@@ -363,31 +382,6 @@ def test_a_saved_activation_that_fits_no_shared_buffer_well_keeps_a_pool_of_its_
     late = lower_step("vertical", PLAIN, replace(placed(chunk=2, delay=0.25), micro_batches=16))
     assert 4 * 2 * PAGE == 2 * ALIGN * FP32
     assert {"saved_activations", "gradients_held"} <= {pool.name for pool in late.pools}
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases, st.sampled_from(SHARES))
-def test_the_pool_of_waiting_gradients_is_as_large_as_the_most_that_wait(case: Case, share: float) -> None:
-    """Exactly; where saved activations share it, up to one visit's, as a lane that runs ahead frees them sooner."""
-    schedule = delayed(case, share).build()
-    for pool in schedule.pools:
-        most = max(in_use(schedule, pool.name))
-        if pool.name == "gradients_held":
-            assert most == pool.count
-        if pool.name == "held":
-            visit = case.settings.micro_batches * max(op.id.startswith("DC") * len(op.takes) for op in schedule.ops)
-            cut = max(len([c for c in chunks(g, case.settings.chunk) if c.trainable]) for g in case.program.groups)
-            assert pool.count - visit - 2 * case.settings.depths.weights * cut <= most <= pool.count
-
-
-def in_use(schedule: Schedule, name: str) -> Iterator[int]:
-    """Buffers of a pool that are taken, after each op's takes, when ops run one by one in the schedule's order."""
-    held = {start for start, _, pool in schedule.carried if pool == name}
-    yield len(held)
-    for op in schedule.ops:
-        held |= {buffer for buffer, pool in op.takes if pool == name}
-        yield len(held)
-        held -= set(op.gives)
 
 
 # ---- which chunks

@@ -34,6 +34,7 @@ DRAWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 kept: dict[str, Any] = {}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("where", ["an attribute", "within one", "a global"])
 @pytest.mark.parametrize("kind", DRAWS)
 def test_generators_of_all_kinds_draw_once_for_each_micro_batch(kind: str, where: str, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from penstock.planner.plan import Plan
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.ir.text import parse_schedule
 from penstock.schedule.lower.visits import lower_step
-from tests.models import MODELS, TIED, causal_lm, llama
+from tests.engine.test_traffic import CASE as LARGE_ENDS
+from tests.models import TIED
 from tests.stacks import Layer, Stack, stack, unequal
 from tests.training import (
     Result,
@@ -146,7 +147,7 @@ def test_training_equals_plain_torch_with_gradients_rounded_once(tmp_path: Path)
 
 def test_bytes_of_gradients_are_half_of_those_in_fp32(tmp_path: Path) -> None:
     """Down, to disk and back, and as the norm and the optimizer read them; and the host buffers that they wait in."""
-    case = replace(MODELS["llama"], build=lambda: llama(vocab_size=8192), micro_batch=causal_lm)  # no tied head
+    case = LARGE_ENDS  # no tied head
     micro_batches = steps_of(case, 1)[0]
     moved, held = {}, {}
     for dtype in ("fp32", "bf16"):

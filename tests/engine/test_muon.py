@@ -24,7 +24,7 @@ from penstock.schedule.program import COMPACT_FROM
 from penstock.state.splits import SPLITS
 from tests.accelerator import DEVICE
 from tests.engine.test_moments import VARIANTS
-from tests.models import MODELS
+from tests.models import MODELS, VOCABULARY, Case, causal_lm
 from tests.other_plans import other_plans
 from tests.training import (
     Result,
@@ -43,7 +43,7 @@ from tests.training import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CLIP = 1.75
+WIDTH, CLIP = 32, 1.75
 ADAMW = penstock.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 FUSED = penstock.Split(match=r"attn\.c_attn\.weight", parts=3, dim=1)
 MUON = penstock.Muon(lr=0.02, adamw=ADAMW, splits=(FUSED,))
@@ -53,24 +53,86 @@ Cut = tuple[Any, Literal[0, 1]]
 Numbers = tuple[str, Moments, str]
 """model, moments, precision"""
 NUMBERS: tuple[Numbers, ...] = (
-    ("gpt2", "fp32", "bf16"),
-    ("gpt2", "int8", "bf16"),
-    ("gpt2", "int8", "fp32"),
-    ("gpt2", "bf16", "fp16"),
-    ("gpt2", "fp32", "fp32"),
+    ("fused", "fp32", "bf16"),
+    ("fused", "int8", "bf16"),
+    ("fused", "int8", "fp32"),
+    ("fused", "bf16", "fp16"),
+    ("fused", "fp32", "fp32"),
     ("mixtral", "fp32", "bf16"),
     ("mixtral", "int8", "fp16"),
 )
 
 
+class FusedProduct(nn.Module):
+    """Queries, keys and values by one matrix, which has them beside each other, as GPT-2's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.2 * torch.randn(WIDTH, 3 * WIDTH))
+        self.bias = nn.Parameter(torch.zeros(3 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = FusedProduct(), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.c_attn(x).chunk(3, -1)
+        scores = (query @ key.transpose(-1, -2)).softmax(-1)
+        found: torch.Tensor = self.c_proj(self.drop(scores) @ value)
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.up = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm(x))
+        found: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return found
+
+
+class Fused(nn.Module):
+    """Blocks with a matrix that is three, between an embedding and a head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+CASES = {
+    "fused": Case(build=Fused, micro_batch=causal_lm, blocks=3, loss_fn=lambda m, mb: m(**mb)),
+    "mixtral": MODELS["mixtral"],
+    "llama": MODELS["llama"],
+}
+"""A model that costs little, and of transformers one with stacks of matrices and one that torch's Muon takes whole."""
+
+
 def settings_of(numbers: Numbers) -> dict[str, Any]:
     model, moments, precision = numbers
-    made = replace(MUON, moments=moments, splits=MUON.splits if model == "gpt2" else ())
+    made = replace(MUON, moments=moments, splits=MUON.splits if model == "fused" else ())
     return {"optimizer": made, "precision": precision, "clip_grad_norm": CLIP}
 
 
 def steps(model: str, count: int = 4) -> Any:
-    return steps_of(MODELS[model], count)
+    return steps_of(CASES[model], count)
 
 
 @cache
@@ -79,7 +141,7 @@ def wanted(numbers: Numbers, device: str = "cpu") -> Result:
     with TemporaryDirectory() as folder:
         where, more = budget(Path(folder, "store")), {"overlap": False, "speculate": False, "delay": 0.0}
         settings = settings_of(numbers) | more | {"device": device}
-        return train(MODELS[numbers[0]], where, steps(numbers[0]), **settings)
+        return train(CASES[numbers[0]], where, steps(numbers[0]), **settings)
 
 
 MORE: dict[str, Any] = VARIANTS | {
@@ -95,7 +157,7 @@ MORE: dict[str, Any] = VARIANTS | {
 def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path) -> None:
     where, more = MORE[variant]
     (tmp_path / "store").mkdir()
-    found = train(MODELS[numbers[0]], where(tmp_path / "store"), steps(numbers[0]), **settings_of(numbers), **more)
+    found = train(CASES[numbers[0]], where(tmp_path / "store"), steps(numbers[0]), **settings_of(numbers), **more)
     assert_same(found, wanted(numbers))
 
 
@@ -104,7 +166,7 @@ def test_same_bits_as_the_oracle(numbers: Numbers, variant: str, tmp_path: Path)
 @pytest.mark.parametrize("variant", ["on disk", "on the host", "on the device", "delayed", "horizontal", "planned"])
 def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_path: Path) -> None:
     (where, more), numbers = MORE[variant], NUMBERS[1]
-    found = train(MODELS["gpt2"], where(tmp_path), steps("gpt2"), **settings_of(numbers), **more, device=DEVICE)
+    found = train(CASES["fused"], where(tmp_path), steps("fused"), **settings_of(numbers), **more, device=DEVICE)
     assert_same(found, wanted(numbers, DEVICE))
 
 
@@ -112,10 +174,10 @@ def test_an_accelerator_gives_the_bits_of_the_oracle_on_it(variant: str, tmp_pat
 @pytest.mark.parametrize("numbers", [NUMBERS[0], NUMBERS[1]])
 def test_plans_in_any_order_give_the_bits_of_one(numbers: Numbers, tmp_path: Path) -> None:
     where = budget(tmp_path, weights=None, state=None, durability="none")
-    with wrap(MODELS["gpt2"], where, **settings_of(numbers)) as engine:
-        engine.prepare(steps("gpt2")[0])
+    with wrap(CASES["fused"], where, **settings_of(numbers)) as engine:
+        engine.prepare(steps("fused")[0])
         plans, stats = other_plans(engine.inside.planning.request, seed=5), []
-        for micro_batches in steps("gpt2"):
+        for micro_batches in steps("fused"):
             engine.inside.planning.change(next(plans))
             stats.append(engine.step(micro_batches))
         found = result_of(engine, stats)
@@ -126,7 +188,7 @@ def test_plans_in_any_order_give_the_bits_of_one(numbers: Numbers, tmp_path: Pat
 @pytest.mark.parametrize("delay", [0.0, 1.0])
 def test_a_run_goes_on_after_a_kill_and_from_a_snapshot(delay: float, tmp_path: Path) -> None:
     numbers = NUMBERS[1]
-    case, settings, all_steps = MODELS["gpt2"], settings_of(numbers), steps("gpt2")
+    case, settings, all_steps = CASES["fused"], settings_of(numbers), steps("fused")
     with wrap(case, budget(tmp_path / "store"), delay=delay, **settings) as engine:
         run_steps(engine, all_steps[:1])
         engine.save(tmp_path / "snapshot")
@@ -144,30 +206,32 @@ def test_a_run_goes_on_after_a_kill_and_from_a_snapshot(delay: float, tmp_path: 
         assert_same_state(run_steps(engine, all_steps[1:]).state, wanted(numbers).state)
 
 
-@pytest.mark.parametrize("splits", [(), (penstock.Split(match="c_attn", parts=6, dim=1),)], ids=["none", "others"])
-def test_matrices_stay_cut_as_they_were(splits: Any, tmp_path: Path) -> None:
-    case, settings = MODELS["gpt2"], settings_of(NUMBERS[0])
+def test_matrices_stay_cut_as_they_were(tmp_path: Path) -> None:
+    case, settings = CASES["fused"], settings_of(NUMBERS[0])
     with wrap(case, budget(tmp_path / "store"), **settings) as engine:
-        engine.step(steps("gpt2")[0])
+        engine.step(steps("fused")[0])
         engine.save(tmp_path / "snapshot")
-    others = settings | {"optimizer": replace(MUON, splits=splits)}
-    with pytest.raises(StoreError, match=r"store: Muon's splits were .*c_attn.* now.*give those that the run began"):
-        wrap(case, budget(tmp_path / "store"), **others)
-    with wrap(case, budget(None, weights="host", state="host"), **others) as engine:
-        with pytest.raises(StoreError, match=r"snapshot: Muon's splits were .*c_attn.*, and are "):
-            engine.load(tmp_path / "snapshot")
-        assert engine.step_count == 0
+    said = r"store: Muon's splits were .*c_attn.* now.*give those that the run began"
+    cuts: tuple[tuple[penstock.Split, ...], ...] = ((), (penstock.Split(match="c_attn", parts=6, dim=1),))
+    for splits in cuts:
+        others = settings | {"optimizer": replace(MUON, splits=splits)}
+        with pytest.raises(StoreError, match=said):
+            wrap(case, budget(tmp_path / "store"), **others)
+        with wrap(case, budget(None, weights="host", state="host"), **others) as engine:
+            with pytest.raises(StoreError, match=r"snapshot: Muon's splits were .*c_attn.*, and are "):
+                engine.load(tmp_path / "snapshot")
+            assert engine.step_count == 0
 
 
 def test_a_store_and_a_snapshot_that_do_not_say_how_matrices_are_cut_are_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 0.1.0 has not said it. By what pattern they are found makes no difference."""
-    case, settings = MODELS["gpt2"], settings_of(NUMBERS[0])
+    case, settings = CASES["fused"], settings_of(NUMBERS[0])
     with monkeypatch.context() as patch:
         patch.setattr(start, "describe_model", _without_splits)
         with wrap(case, budget(tmp_path / "store"), **settings) as engine:
-            engine.step(steps("gpt2")[0])
+            engine.step(steps("fused")[0])
             engine.save(tmp_path / "snapshot")
     other_words = settings | {"optimizer": replace(MUON, splits=(replace(FUSED, match="c_attn"),))}
     for said in (settings, other_words):

@@ -22,7 +22,7 @@ import penstock
 from penstock.config.optimizer import OptimizerSpec
 from penstock.tape.dry import build_on_meta, dry_run
 from tests.engine.test_prediction import machine
-from tests.models import MODELS, Case, MicroBatch, causal_lm
+from tests.models import MODELS, PLAIN, Case, MicroBatch, causal_lm
 from tests.sweep.configs import tiny
 from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, torch_adamw, wrap
 
@@ -284,7 +284,7 @@ class Counts(nn.Module):
         self.register_buffer("absent", None, persistent=False)
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**inputs).loss
+        loss: torch.Tensor = self.model(**inputs)
         self.forwards += 1
         self.count += 1
         self.replaced = self.replaced + 1
@@ -295,11 +295,7 @@ class Counts(nn.Module):
         return [self.forwards, *(float(getattr(self, name) or 0) for name in ("count", "replaced", "absent"))]
 
 
-COUNTS = replace(
-    MODELS["gpt2"],
-    build=lambda: Counts(MODELS["gpt2"].build()),
-    loss_fn=lambda model, micro_batch: model(**micro_batch),
-)
+COUNTS = replace(PLAIN, build=lambda: Counts(PLAIN.build()))
 
 
 @pytest.mark.parametrize("speculate", [False, True])

@@ -18,7 +18,7 @@ from penstock.ranks.group import Ranks
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.place import FP32
 from tests.machines import measured_here
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.planner.test_update_mode import MIB, forced, open_question
 from tests.questions import searched
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
@@ -50,7 +50,7 @@ def machine(folder: Path, **changes: Any) -> Machine:
 def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
     tmp_path: Path, schedule: Literal["vertical", "horizontal"], where: dict[str, Any]
 ) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     places = budget(tmp_path / "store", **where)
     with wrap(case, places, schedule=schedule, plan=machine(tmp_path), clip_grad_norm=1e9) as engine:
         stats = [engine.step(micro_batches) for micro_batches in steps_of(case, 2, lengths=(12, 12))][-1]
@@ -68,7 +68,7 @@ def test_bytes_are_predicted_exactly_and_memory_is_not_exceeded(
 
 
 def test_a_shorter_micro_batch_moves_less_than_was_planned_for_the_longest(tmp_path: Path) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     (step,) = steps_of(case, 1, lengths=(12, 8))
     where = budget(tmp_path / "store", activations="host")
     with wrap(case, where, plan=machine(tmp_path), clip_grad_norm=1e9, delay=0.0, recompute=True) as engine:
@@ -81,7 +81,7 @@ def test_a_shorter_micro_batch_moves_less_than_was_planned_for_the_longest(tmp_p
 
 
 def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp_path: Path) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     (step,) = steps_of(case, 1)
     with wrap(case, budget(tmp_path / "a", weights="disk", state="disk")) as engine:
         engine.step(step)
@@ -167,7 +167,7 @@ def test_predicting_changes_no_bit(tmp_path: Path) -> None:
 
 
 def test_the_profile_decides_who_rounds_gradients_and_changes_no_bit(tmp_path: Path) -> None:
-    case, steps = MODELS["llama"], steps_of(MODELS["llama"], 2)
+    case, steps = PLAIN, steps_of(PLAIN, 2)
     fast = machine(tmp_path)
     slow_link = replace(fast, device=replace(fast.device, d2h=1e6, d2h_both=1e6))
     found = {}
@@ -188,11 +188,11 @@ def test_the_profile_decides_who_rounds_gradients_and_changes_no_bit(tmp_path: P
 
 def test_a_plan_that_is_no_machine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(penstock.ConfigError, match="plan='fast': must be 'auto'"):
-        wrap(MODELS["llama"], budget(tmp_path), plan="fast")
+        wrap(PLAIN, budget(tmp_path), plan="fast")
 
 
 def test_a_run_whose_drives_would_not_last_is_refused_before_its_first_step(tmp_path: Path) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     places = replace(budget(tmp_path / "store"), endurance=penstock.Endurance(tbw="1MB", days=10))
     (step,) = steps_of(case, 1)
     with wrap(case, places, plan=machine(tmp_path)) as engine:

@@ -16,7 +16,7 @@ from penstock.store import ALIGN, Layout, Store, packed
 from penstock.store.manifest import DATA
 from penstock.store.records import RESERVE
 from tests.engine.test_prediction import machine
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import budget, run_steps, steps_of, wrap
 
 
@@ -34,7 +34,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unequal_drives_have_their_shares_and_the_bits_are_those_of_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case, paths = MODELS["llama"], [tmp_path / "fast", tmp_path / "slow"]
+    case, paths = PLAIN, [tmp_path / "fast", tmp_path / "slow"]
     known = machine(tmp_path, drives=(drive(paths[0], 3e9), drive(paths[1], 1e9)))
     steps = steps_of(case, 3)
     with wrap(case, budget(tmp_path / "one", activations="disk")) as engine:
@@ -126,7 +126,7 @@ def test_a_machine_without_a_store_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_plan_takes_no_more_of_a_drive_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for scratch space was looked for when it was made: by then another plan, which needs none, was not taken."""
-    case, known = MODELS["llama"], machine(tmp_path, drives=(drive(tmp_path, 1e12),))
+    case, known = PLAIN, machine(tmp_path, drives=(drive(tmp_path, 1e12),))
     steps = steps_of(case, 1)
     forced = budget(tmp_path / "a", activations="disk")
     with wrap(case, forced, plan=known) as engine:

@@ -1,18 +1,20 @@
 """Bytes moved over each lane, and the peak of each tier: what was planned, what the papers' formulas say, what was run.
 
-The model is a Llama whose embedding and head are param groups of their own, with everything on disk unless a test says
-otherwise. N counts elements with the padding of each group to 4,096.
+The model has blocks between an embedding and a head that are param groups of their own, with everything on disk unless
+a test says otherwise. N counts elements with the padding of each group to 4,096.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import penstock
 from penstock.config import TIERS
@@ -21,13 +23,35 @@ from penstock.schedule.check.late import late_moves
 from penstock.schedule.ir.lanes import LOCAL_LANES
 from penstock.schedule.program import ALIGN
 from tests import campaign
-from tests.models import MODELS, causal_lm, llama
+from tests.models import Case, causal_lm
 from tests.training import budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY, HIDDEN, LAYERS, ROWS, LENGTH, M = 8192, 32, 3, 2, 12, 3
-CASE = replace(MODELS["llama"], build=lambda: llama(vocab_size=VOCABULARY), micro_batch=causal_lm)
+
+
+class LargeEnds(nn.Module):
+    """Blocks between an embedding and a norm with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.ReLU(), nn.Linear(4 * HIDDEN, HIDDEN))
+            for _ in range(LAYERS)
+        )
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+CASE = Case(build=LargeEnds, micro_batch=causal_lm, blocks=LAYERS, loss_fn=lambda m, mb: m(**mb))
 STEPS = steps_of(CASE, 2, lengths=(LENGTH,) * M)
 
 
@@ -39,7 +63,7 @@ def padded(elements: int) -> int:
 class Sizes:
     """Elements of the param groups."""
 
-    block: int = padded(2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
+    block: int = padded(2 * 4 * HIDDEN * HIDDEN + 5 * HIDDEN)
     embedding: int = VOCABULARY * HIDDEN
     head: int = VOCABULARY * HIDDEN
     norm: int = padded(HIDDEN)

@@ -132,6 +132,7 @@ def test_what_is_read_ahead_is_read_all_the_same() -> None:
     assert StepBound(limits=np.eye(len(STREAM_LANES)), late=True, ahead=100.0).seconds(load) == pytest.approx(6.0)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("sharing", [None, *SHARED[1:], ON_HOSTS[1]])
 def test_a_program_of_sizes_never_promises_room_that_there_is_not(seed: int, sharing: Sharing | None) -> None:

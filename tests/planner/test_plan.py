@@ -106,17 +106,20 @@ def test_larger_chunks_take_only_what_is_left(share: float, tight: bool, block: 
     assert replace(found, chunk=before.chunk, depths=before.depths) == before
 
 
-VARIANTS = list(product((ADAM32, ADAM16), ("vertical", "horizontal"), (True, False)))
+FAMILIES: tuple[Family, ...] = ("vertical", "horizontal")
 
 
-@pytest.mark.parametrize(("form", "family", "wait"), VARIANTS)
+@pytest.mark.sampled(4, pairs=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wait", [True, False])
 def test_peaks_stay_within_every_budget_from_the_smallest_up(form: Format, family: Family, wait: bool) -> None:
     r = request(form=form, family=family, wait=wait)
     low = smallest(r, "device")
     for device in (low, low + 1, 2 * low, 5 * low, 40 * low):
         on = replace(r, budget=replace(r.budget, device=device))
         floor = 0 if device == 40 * low else smallest(on, "host")  # with so much, nothing leaves the device
-        for host in (floor, floor + 4096, 2 * floor, 6 * floor, 100 * floor):
+        for host in {floor, floor + 4096, 2 * floor, 6 * floor, 100 * floor}:
             plan = fit(replace(on, budget=replace(on.budget, host=host)))
             assert plan.device_bytes <= device
             assert plan.host_bytes <= host
@@ -124,7 +127,10 @@ def test_peaks_stay_within_every_budget_from_the_smallest_up(form: Format, famil
             check(plan.schedule)
 
 
-@pytest.mark.parametrize(("form", "family", "wait"), VARIANTS)
+@pytest.mark.sampled(8, pairs=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_smallest_budget_that_an_error_names_works_and_one_byte_less_does_not(

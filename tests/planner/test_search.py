@@ -174,16 +174,13 @@ def test_the_choice_is_within_three_percent_of_a_grid(form: Format, wait: bool) 
     assert searched(replace(asked, families=("vertical", "horizontal"))).seconds <= found.seconds * (1 + WITHIN)
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_no_slower(wait: bool) -> None:
-    asked = question(transformer(3, block=40), form=ADAM16, wait=wait, device=5 * MIB, host=8 * MIB)
+def test_with_delays_to_choose_from_the_schedule_is_safe_fits_and_is_faster() -> None:
+    asked = question(transformer(3, block=40), form=ADAM16, wait=True, device=5 * MIB, host=8 * MIB)
     free = searched(replace(asked, request=replace(asked.request, delay=None)))
     check(free.plan.schedule)
     assert free.plan.host_bytes <= 8 * MIB
-    assert free.seconds <= searched(asked).seconds * 1.01
-    if wait:
-        assert free.plan.settings.delay > 0
-        assert free.seconds < searched(asked).seconds * 0.95
+    assert free.plan.settings.delay > 0
+    assert free.seconds < searched(asked).seconds * 0.95
 
 
 def test_a_disk_without_a_drive_in_the_profile_is_refused() -> None:
@@ -227,14 +224,14 @@ def test_a_plan_that_keeps_what_is_placed_has_chunks_as_good_as_a_searchs(interp
 
 
 def test_more_memory_a_faster_disk_and_a_free_choice_of_family_never_make_it_slower() -> None:
-    program = transformer(6, block=40)
-    base = searched(question(program, form=ADAM16, device=5 * MIB, host=11 * MIB)).seconds
+    program = transformer(4, block=40)
+    base = searched(question(program, form=ADAM16, device=5 * MIB, host=8 * MIB)).seconds
     fast = replace(MACHINE, drives=(replace(DRIVE, read=4e7, write=2e7, read_both=3e7, write_both=1.8e7),))
     for better in (
-        question(program, form=ADAM16, device=5 * MIB, host=24 * MIB),
-        question(program, form=ADAM16, device=10 * MIB, host=11 * MIB),
-        question(program, form=ADAM16, device=5 * MIB, host=11 * MIB, machine=fast),
-        replace(question(program, form=ADAM16, device=5 * MIB, host=11 * MIB), families=("vertical", "horizontal")),
+        question(program, form=ADAM16, device=5 * MIB, host=16 * MIB),
+        question(program, form=ADAM16, device=8 * MIB, host=8 * MIB),
+        question(program, form=ADAM16, device=5 * MIB, host=8 * MIB, machine=fast),
+        replace(question(program, form=ADAM16, device=5 * MIB, host=8 * MIB), families=("vertical", "horizontal")),
     ):
         assert searched(better).seconds <= base * 1.01
 
@@ -349,9 +346,10 @@ def test_of_experts_those_count_that_a_token_goes_to() -> None:
     """No step computes more than its compute lane has time for, at the share of a large product's rate that kernels
     are taken to reach."""
     experts = {"num_local_experts": 8, "num_experts_per_tok": 1, "num_key_value_heads": 4}
-    cut = {"sequence_length": 64, "micro_batches": 2, "micro_batch_size": 1}
+    shape = model_shape(LLAMA | experts | {"model_type": "mixtral", "num_hidden_layers": 2}, kind="cpu")
     budget = Budget(device="64MiB", host="128MiB")
-    f = plan(LLAMA | experts | {"model_type": "mixtral"}, machine=MACHINE, budget=budget, delay=0.0, **cut).forecast
+    asked = replace(task(), shape=shape, budget=budget, sequence_length=32)
+    f = forecast(asked, searched(asked.question(2, 2)))
     computes = f.lanes["compute"].work / f.step_seconds
     assert 0.3 * computes < f.of_product <= EFFICIENCY["cpu"] * computes
 

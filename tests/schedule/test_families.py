@@ -95,7 +95,9 @@ def test_every_schedule_is_safe_and_runs_under_any_costs_and_reads_back(request:
 
 @settings(max_examples=60, deadline=None)
 @given(requests())
-def test_every_micro_batch_goes_once_through_every_layer_and_back(request: FamilyRequest) -> None:
+def test_every_micro_batch_goes_once_through_every_layer_and_back_and_what_is_sent_is_received(
+    request: FamilyRequest,
+) -> None:
     world = build(request)
     done: Counter[tuple[str, int]] = Counter()  # (kind, layer) -> micro-batches
     for schedule in world.ranks:
@@ -116,12 +118,6 @@ def test_every_micro_batch_goes_once_through_every_layer_and_back(request: Famil
         assert done["B", layer] + done["I", layer] == batches
         assert done["W", layer] == done["I", layer]
     assert done["E", len(layers)] == batches
-
-
-@settings(max_examples=40, deadline=None)
-@given(requests())
-def test_what_is_sent_is_received(request: FamilyRequest) -> None:
-    world = build(request)
     sent: Counter[tuple[str, int, int, int]] = Counter()
     got: Counter[tuple[str, int, int, int]] = Counter()
     for rank, schedule in enumerate(world.ranks):
