@@ -106,10 +106,10 @@ def _script(shell: str, parser: argparse.ArgumentParser, folder: Path) -> Path:
 
 def test_all_that_help_shows_is_completed(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
     """The flags at the beginning of help's lines are those of the parser that scripts are made of."""
+    known = shtab.complete(parser, shell="fish")
     for command in COMMANDS:
         assert main([command, "--help"]) == 0
         shown = re.findall(r"(?<=^  )--[\w.-]+|(?<=, )--[\w.-]+(?=[ ,])", capsys.readouterr().out, re.MULTILINE)
-        known = shtab.complete(parser, shell="fish")
         missing = [flag for flag in shown if f"-l {flag[2:]} " not in known and f"-l '{flag[2:]}' " not in known]
         assert not missing, f"penstock {command}"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.patience import PATIENCE
 
 LOOP = """
@@ -65,7 +66,7 @@ def test_a_second_signal_stops_a_main_thread_that_nothing_wakes() -> None:
 """,
     )
     assert "pthread_kill" in body
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = warm.run(["-c", body], timeout=PATIENCE)
     assert done.returncode == 128 + signal.SIGTERM
     assert "Stopping after this step" in done.stderr
     assert "in the middle of a step" in done.stderr
@@ -91,7 +92,7 @@ def test_a_forked_process_is_not_heard_for_its_parent() -> None:
 """,
     )
     assert "fork" in body
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = warm.run(["-c", body], timeout=PATIENCE)
     assert done.stdout.split() == ["ready", "-15", "False", "True", "stopped"]
     assert done.returncode == 128 + signal.SIGTERM
 
@@ -111,7 +112,7 @@ def test_what_cannot_be_said_keeps_no_signal_from_being_heard() -> None:
     time.sleep(600)
 """,
     )
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = warm.run(["-c", body], timeout=PATIENCE)
     assert done.stdout.split() == ["ready", "True"]
     assert done.returncode == 128 + signal.SIGINT
 
@@ -136,11 +137,14 @@ def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request(signals:
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     """``nohup`` starts a program with SIGHUP ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    words = [sys.executable, "-c", LOOP, "whole steps"]  # the very start of a process: a cold one
     try:
-        process = _loop("whole steps")
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     finally:
         signal.signal(signal.SIGHUP, before)
     with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGHUP)
         time.sleep(0.2)
         assert process.poll() is None
@@ -166,10 +170,8 @@ def test_a_run_whose_terminal_is_gone_still_ends_after_its_step(tmp_path: Path, 
     assert after.read_text() == ("129" if asked is None else "130")
 
 
-def _loop(behaviour: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, behaviour], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def _loop(behaviour: str) -> warm.Process:
+    process = warm.start(["-c", LOOP, behaviour])
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process

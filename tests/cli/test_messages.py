@@ -24,6 +24,7 @@ from tests.machines import measured_here
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
     config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,9 +44,18 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_keeps_what_its_model_is_made_of_and_goes_on_without_the_source(config: Path, tmp_path: Path) -> None:
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert main(["train", str(config), "--run", str(whole)]) == 0
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of both steps, that nobody stopped. It is shared, and read."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(["train", str(write_run(folder, settings=FROM_A_FOLDER, model=source))]) == 0
+    return folder / "run"
+
+
+def test_a_run_keeps_what_its_model_is_made_of_and_goes_on_without_the_source(
+    config: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
     assert main(["train", str(config), "--steps", "1"]) == 0
     kept = kept_model(run / "model")
     assert kept.config.dtype == torch.bfloat16
@@ -84,17 +93,16 @@ def test_weights_that_are_not_numbers_leave_nothing(
 
 
 def test_a_store_that_was_never_filled_is_filled_when_the_run_is_started_again(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill while the shards are read leaves the store so: nothing has been committed."""
-    assert main(["train", str(config), "--run", str(tmp_path / "whole")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr("penstock.cli.removal.take_back", lambda *_: None)
         patch.setattr("penstock.hf.models.loading.FolderWeights.fill", lambda self, name, out: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["train", str(config)])
     assert main(["resume", str(tmp_path / "run")]) == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(whole)
 
 
 def test_what_a_kill_left_of_the_model_that_a_run_was_to_keep_goes_with_the_run(

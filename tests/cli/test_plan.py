@@ -377,7 +377,7 @@ def test_a_plan_cuts_the_batch_as_the_run_does_whose_durability_is_weighed(
     assert found["plan"]["micro_batch_size"] == cut.size
 
 
-@pytest.mark.usefixtures("one_simulation")
+@pytest.mark.usefixtures("brief")
 def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,7 +405,7 @@ def test_several_ranks_share_the_budget_and_the_step_and_one_sends_nothing(
     assert "copies=2 with 3 ranks" in refused(capsys, *options, "--batch", 6, "--ranks", 3, "--copies", 2)
 
 
-@pytest.mark.usefixtures("one_simulation")
+@pytest.mark.usefixtures("brief")
 def test_of_ranks_that_are_dealt_drives_each_has_the_room_of_the_one_with_the_least(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,6 +490,7 @@ def test_layouts_of_ranks_that_share_each_sequence_are_compared(
     assert shared["seconds"] == alone["step"]["seconds"]
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize(
     ("words", "room"), [(("--budget.host", "1MiB"), True), (("--strands", "3", "--stage", "3"), False)]
 )
@@ -534,7 +535,7 @@ def test_hosts_that_cannot_be_compared_are_refused(
     assert said in found.out + found.err
 
 
-@pytest.mark.usefixtures("one_simulation")
+@pytest.mark.usefixtures("brief")
 def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not tell how fast ranks send to each other" in refused(capsys, config, "--ranks", 2)
     path = config.parent / "linked.json"

@@ -116,10 +116,11 @@ def test_ctrl_c_ends_after_the_step_and_the_run_can_go_on(config: Path, tmp_path
         (["--optimizer.lr", "1e30", "--clip_grad_norm", "null", "--steps", "9"], 1, "NaN"),
     ],
 )
-def test_what_goes_wrong_is_said_in_one_message(
-    config: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: int, says: str
+def test_what_goes_wrong_is_said_in_one_message_and_before_the_first_step_leaves_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: int, says: str
 ) -> None:
     assert main(["train", str(config), *flags]) == code
+    assert (tmp_path / "run").exists() == (says == "NaN")
     err = capsys.readouterr().err
     assert err.startswith("penstock: ")
     assert says in err
@@ -140,11 +141,6 @@ sys.exit(main(sys.argv[2:]))
     assert done.returncode == 2
     assert "penstock[hf]" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_run_that_fails_before_its_first_step_leaves_nothing(config: Path, tmp_path: Path) -> None:
-    assert main(["train", str(config), "--budget.device", "64KiB"]) == 2
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +171,7 @@ def test_the_optimizer_is_the_one_that_was_written() -> None:
     assert spec == SGD(lr=0.5, momentum=0.9, overrides=overrides, decay_norms_and_biases=False)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +191,7 @@ def test_a_stored_profile_brings_a_prediction_and_its_schedule_runs_from_a_file(
     assert _numbers(tmp_path / "run") == planned
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_plan_that_follows_the_machine_says_when_and_why(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +262,7 @@ def test_settings_that_the_model_or_the_ranks_cannot_have_are_refused_before_the
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_machine_without_a_profile_is_measured_once_where_it_may_be(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

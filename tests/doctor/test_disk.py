@@ -2,8 +2,6 @@
 
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from penstock.doctor.disk import REQUEST, Scratch
 from penstock.doctor.pace import Load, Span
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Sustained
+from tests import warm
 from tests.machines import GIB, SMALL, mount
 
 
@@ -252,7 +251,8 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_nothing(tmp_path: Path)
 def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path: Path) -> None:
     limit = DiskLimit(read=80 * MB, write=60 * MB)
     script = (
-        "import sys, time; from pathlib import Path; from penstock.doctor import disk\n"
+        "import sys, time; from pathlib import Path; from penstock.doctor import disk; from bench import harness\n"
+        "harness.joining(Path(sys.argv[2]))()\n"
         "begun = time.perf_counter()\n"
         "with disk.Scratch(Path(sys.argv[1]), disk.QUICK.nbytes, depth=2) as scratch:\n"
         "    found = disk.measure(scratch, disk.QUICK)\n"
@@ -266,13 +266,8 @@ def test_a_disk_that_is_held_to_a_rate_is_measured_at_that_rate_in_time(tmp_path
     with harness.disk_cgroup(limit, tmp_path) as group:
         assert group is not None
         for left in reversed(range(3)):  # what else the machine does makes it slower, never faster
-            done = subprocess.run(
-                [sys.executable, "-c", script, tmp_path],
-                capture_output=True,
-                text=True,
-                check=True,
-                preexec_fn=harness.joining(group),
-            )
+            done = warm.run(["-c", script, tmp_path, group])
+            assert done.returncode == 0, done.stderr
             *found, seconds = (float(word) for word in done.stdout.split())
             assert all(rate <= 1.25 * limited for rate, limited in zip(found, exact, strict=True))
             # Within 2% on a quiet machine, and mostly within 15% on one whose cores are busy with something else.

@@ -115,19 +115,21 @@ def test_a_checkpoint_that_was_broken_off_is_not_taken_for_one(tmp_path: Path) -
         trainer.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("lost", ["scheduler.pt", "trainer_state.json"])
-def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path, lost: str) -> None:
+def test_a_checkpoint_that_lacks_a_file_is_refused_by_name(tmp_path: Path) -> None:
     """Before the store is touched: as a kill leaves it, or a copy that was broken off."""
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     streamed(tmp_path, **settings).end()
     checkpoint = tmp_path / "engine" / "checkpoint-1"
-    (checkpoint / lost).unlink()
-    again = on_engine(tmp_path, **settings)
-    with pytest.raises(penstock.ConfigError, match=f"checkpoint-1 has no {lost}: saving it was broken off"):
-        again.train(resume_from_checkpoint=str(checkpoint))
-    facts = facts_of([tmp_path / "store"])
-    assert facts is not None
-    assert facts.step == 1
+    for lost in ("scheduler.pt", "trainer_state.json"):
+        there = (checkpoint / lost).read_bytes()
+        (checkpoint / lost).unlink()
+        again = on_engine(tmp_path, **settings)
+        with pytest.raises(penstock.ConfigError, match=f"checkpoint-1 has no {lost}: saving it was broken off"):
+            again.train(resume_from_checkpoint=str(checkpoint))
+        facts = facts_of([tmp_path / "store"])
+        assert facts is not None
+        assert facts.step == 1
+        (checkpoint / lost).write_bytes(there)
 
 
 @pytest.mark.parametrize("damaged", ["trainer_state.json", "penstock.json", "scheduler.pt", "rng_state.pth"])

@@ -82,11 +82,6 @@ def test_a_scripts_own_collective_ends_where_a_rank_is_gone(name: str, how: str,
     assert (found.kind, found.said) == ("RankError", said)
 
 
-def test_who_is_late_is_waited_for() -> None:
-    waited, _ = together(2, alone_in, "sum", "is late")
-    assert waited > 2.0
-
-
 def waited_for_a_while(mesh: DeviceMesh) -> tuple[str, float]:
     """The error of a wait for so long that the first rank makes by itself, and the seconds that it took."""
     with wrap(CASE, budget(None), mesh=mesh):
@@ -101,12 +96,6 @@ def waited_for_a_while(mesh: DeviceMesh) -> tuple[str, float]:
         return said, time.monotonic() - since
 
 
-def test_a_wait_with_an_end_has_it() -> None:
-    (said, seconds), _ = together(2, waited_for_a_while)
-    assert said == "RuntimeError"  # torch's own
-    assert 0.5 <= seconds < PATIENCE
-
-
 def without_engine(mesh: DeviceMesh) -> bool:
     """True if a collective has the sum of all ranks before there is an engine, and when it is closed."""
     found = []
@@ -119,5 +108,14 @@ def without_engine(mesh: DeviceMesh) -> bool:
     return all(found)
 
 
-def test_collectives_are_torchs_own_without_an_engine() -> None:
-    assert together(2, without_engine) == [True, True]
+def all_that_go_on(mesh: DeviceMesh) -> tuple[bool, float, tuple[str, float]]:
+    return without_engine(mesh), alone_in(mesh, "sum", "is late"), waited_for_a_while(mesh)
+
+
+def test_collectives_are_torchs_own_without_an_engine_who_is_late_is_waited_for_and_a_wait_with_an_end_has_it() -> None:
+    (first, waited, (said, seconds)), (second, *_) = together(2, all_that_go_on)
+    assert first
+    assert second
+    assert waited > 2.0
+    assert said == "RuntimeError"  # torch's own
+    assert 0.5 <= seconds < PATIENCE

@@ -176,13 +176,6 @@ def test_what_fails_on_one_rank_is_said_on_all(
     assert begun == [1, 1], "the second step was not committed by all, so by nobody"
 
 
-def test_another_number_of_micro_batches_is_said_on_all() -> None:
-    found = World(2, failing, None, "micro-batches").outcomes()
-    for f in found:
-        assert f.kind == "ConfigError"
-        assert "the same number of micro-batches" in f.said
-
-
 def left_over(mesh: DeviceMesh) -> None:
     model = CASE.model(seed=0)
     if mesh.get_rank() == 1:
@@ -213,9 +206,32 @@ ODD: dict[str, list[Any]] = {
 }
 
 
-def test_other_settings_on_one_rank_are_said_on_all() -> None:
-    for found in together(2, refusals, odd, [{name: values} for name, values in ODD.items()]):
-        for (kind, said), name in zip(found, ODD, strict=True):
+@pytest.fixture(scope="module")
+def unequal() -> list[dict[str, Any]]:
+    """By rank what is said of settings, models and calls that are not those of the other one; and the steps of those
+    who go on after that."""
+    return together(2, all_that_is_unequal)
+
+
+def all_that_is_unequal(mesh: DeviceMesh) -> dict[str, Any]:
+    return {
+        "settings": refusals(mesh, odd, [{name: values} for name, values in ODD.items()]),
+        "micro-batches": refusals(mesh, failing, [{"disk": None, "where": "micro-batches"}]),
+        "calls": refusals(mesh, unlike, [{"what": what} for what in UNLIKE]),
+        "goes on": unlike_once(mesh),
+    }
+
+
+def test_another_number_of_micro_batches_is_said_on_all(unequal: list[dict[str, Any]]) -> None:
+    for of_rank in unequal:
+        ((kind, said),) = of_rank["micro-batches"]
+        assert kind == "ConfigError"
+        assert "the same number of micro-batches" in said
+
+
+def test_other_settings_on_one_rank_are_said_on_all(unequal: list[dict[str, Any]]) -> None:
+    for of_rank in unequal:
+        for (kind, said), name in zip(of_rank["settings"], ODD, strict=True):
             assert kind == "ConfigError", said
             assert "all ranks need the same" in said
             assert name in said
@@ -250,9 +266,9 @@ UNLIKE = {
 }
 
 
-def test_another_model_learning_rate_or_call_on_one_rank_is_said_on_all() -> None:
-    for found in together(2, refusals, unlike, [{"what": what} for what in UNLIKE]):
-        for (kind, said), wanted in zip(found, UNLIKE.values(), strict=True):
+def test_another_model_learning_rate_or_call_on_one_rank_is_said_on_all(unequal: list[dict[str, Any]]) -> None:
+    for of_rank in unequal:
+        for (kind, said), wanted in zip(of_rank["calls"], UNLIKE.values(), strict=True):
             assert kind == "ConfigError", said
             assert f"all ranks need the same {wanted}" in said
             assert ("torch.manual_seed(0), on each" in said) == wanted.startswith("values of the model")
@@ -268,9 +284,9 @@ def unlike_once(mesh: DeviceMesh) -> int:
         return engine.step_count
 
 
-def test_a_call_that_ranks_find_to_be_another_on_each_ends_nothing() -> None:
+def test_a_call_that_ranks_find_to_be_another_on_each_ends_nothing(unequal: list[dict[str, Any]]) -> None:
     """An error that one of them told the others could reach these before their own."""
-    assert together(2, unlike_once) == [1, 1]
+    assert [of_rank["goes on"] for of_rank in unequal] == [1, 1]
 
 
 def closing(mesh: DeviceMesh) -> None:
@@ -304,7 +320,15 @@ def test_calls_of_two_engines_in_different_orders_are_said_and_not_waited_for(ca
         assert f.kind == "RankError"
         assert f"rank {1 - rank} waits for this rank in a call of another engine" in f.said
         assert "in the same order on all ranks" in f.said
-    assert together(2, in_order, call, True) == [None, None]
+
+
+def late_in_order(mesh: DeviceMesh) -> None:
+    for call in ("close", "step"):
+        in_order(mesh, call, True)
+
+
+def test_calls_of_two_engines_in_the_same_order_are_waited_for() -> None:
+    assert together(2, late_in_order) == [None, None]
 
 
 def alone_on(disk: Path) -> None:
@@ -357,18 +381,6 @@ def test_fewer_ranks_do_not_take_the_stores_of_more_that_each_have_all_of_the_st
     shutil.copytree(two / "rank-0", two / "rank-1")
     for found in World(2, steps, two, 1, stage=0).outcomes():
         assert "has all of the state, of one process, and what is asked for is all of the state, as rank" in found.said
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "said"),
-    [
-        ({"strands": 3}, ConfigError, "strands=3 with 2 ranks: must be 2 times a power of two"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused(settings: dict[str, Any], error: type[Exception], said: str) -> None:
-    for f in World(2, odd, **{key: [value, value] for key, value in settings.items()}).outcomes():
-        assert f.kind == error.__name__
-        assert said in f.said
 
 
 def outside(mesh: DeviceMesh, members: list[int]) -> None:
@@ -478,18 +490,20 @@ def learns(
         return str(caught.value), engine.step(second).loss
 
 
-def not_a_number(mesh: DeviceMesh, what: str, schedule: str) -> tuple[str, float]:
+def not_a_number(mesh: DeviceMesh) -> list[tuple[str, float]]:
     """One rank's loss is none; all learn it, and go on."""
-    mine = mesh.get_rank() == 1
-    return learns(what, micro_batches(mesh, 2), budget(None), mine=mine, mesh=mesh, schedule=schedule)
+    mine, batches = mesh.get_rank() == 1, micro_batches(mesh, 2)
+    return [
+        learns(what, batches, budget(None), mine=mine, mesh=mesh, schedule=schedule)
+        for what, schedule in (("evaluate", "vertical"), ("step", "vertical"), ("step", "horizontal"))
+    ]
 
 
-@pytest.mark.parametrize(("what", "schedule"), [("evaluate", "vertical"), ("step", "vertical"), ("step", "horizontal")])
-def test_a_loss_that_is_no_number_on_one_rank_is_known_to_all(what: str, schedule: str) -> None:
-    (mine, loss), (theirs, other) = together(2, not_a_number, what, schedule)
-    assert "rank 1" in mine
-    assert "the loss is nan" in theirs
-    assert loss == other
+def test_a_loss_that_is_no_number_on_one_rank_is_known_to_all() -> None:
+    for (mine, loss), (theirs, other) in zip(*together(2, not_a_number), strict=True):
+        assert "rank 1" in mine
+        assert "the loss is nan" in theirs
+        assert loss == other
 
 
 def interrupted(mesh: DeviceMesh, disk: Path) -> int:
@@ -548,6 +562,7 @@ def test_a_part_is_not_taken_for_the_whole(stored: Path) -> None:
 
 
 def test_what_is_refused_leaves_no_folders(tmp_path: Path) -> None:
-    found = World(2, steps, tmp_path / "store", 1, strands=3).outcomes()
-    assert {f.kind for f in found} == {"ConfigError"}
+    for f in World(2, steps, tmp_path / "store", 1, strands=3).outcomes():
+        assert f.kind == "ConfigError"
+        assert "strands=3 with 2 ranks: must be 2 times a power of two" in f.said
     assert list(tmp_path.iterdir()) == []

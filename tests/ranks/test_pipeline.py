@@ -23,7 +23,7 @@ from tests.conftest import Campaign
 from tests.models import MODELS, PLAIN
 from tests.programs import sent_bytes
 from tests.ranks.test_bits import CASES, Run, equal, results
-from tests.ranks.worlds import RankFailedError, World, pipeline, refusals, together
+from tests.ranks.worlds import RankFailedError, World, own_refusals, pipeline, refusals, together
 from tests.training import AT_ONCE, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -365,25 +365,31 @@ def misused(mesh: DeviceMesh, how: str, schedule: str = "vertical") -> Any:
         return None
 
 
-@pytest.mark.parametrize("how", ["computes", "computes at once", "weighs at once"])
-def test_code_that_computes_between_blocks_of_other_ranks_is_refused_and_gives_no_other_numbers(how: str) -> None:
-    with pytest.raises(RankFailedError, match=r"the model's (own )?code computes with") as error:
-        pipeline(3, misused, how)
-    assert error.value.kind == "ModelError"
+COMPUTES = r"the model's (own )?code computes with"
+CALLS_NONE = r"calls none of the blocks that rank \d of the pipeline has"
+MISUSED: tuple[tuple[dict[str, str], str], ...] = (
+    *(({"how": how}, COMPUTES) for how in ("computes", "computes at once", "weighs at once")),
+    *(({"how": "shortens at once", "schedule": schedule}, CALLS_NONE) for schedule in ("vertical", "1f1b")),
+)
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
-def test_a_rank_of_whose_blocks_the_model_calls_none_is_refused(schedule: str) -> None:
-    with pytest.raises(RankFailedError, match=r"calls none of the blocks that rank \d of the pipeline has") as error:
-        pipeline(3, misused, "shortens at once", schedule)
-    assert error.value.kind == "ModelError"
+def test_code_that_computes_between_blocks_of_other_ranks_or_calls_none_of_them_is_refused() -> None:
+    """And gives no other numbers."""
+    found = pipeline(3, refusals, misused, [case for case, _ in MISUSED])
+    for (kind, said), (case, words) in zip(own_refusals(found), MISUSED, strict=True):
+        assert kind == "ModelError", case
+        assert re.search(words, said), case
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
-def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated(schedule: str) -> None:
-    for said, unchanged, count in pipeline(2, misused, "fails", schedule):
-        assert "the loss is nan" in said
-        assert (unchanged, count) == (True, 1)
+def not_a_number(mesh: DeviceMesh) -> list[Any]:
+    return [misused(mesh, "fails", schedule) for schedule in ("vertical", "1f1b")]
+
+
+def test_a_loss_that_is_no_number_is_one_for_all_ranks_and_nothing_is_updated() -> None:
+    for of_rank in pipeline(2, not_a_number):
+        for said, unchanged, count in of_rank:
+            assert "the loss is nan" in said
+            assert (unchanged, count) == (True, 1)
 
 
 def alternating(mesh: DeviceMesh | None) -> Any:
@@ -476,12 +482,11 @@ def writing(mesh: DeviceMesh, *, later: bool) -> None:
         engine.evaluate(inputs)
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refused(later: bool) -> None:
+def test_a_tensor_that_several_ranks_are_handed_and_that_is_written_to_is_refused() -> None:
     """As the probe sees it, or in a later pass."""
-    with pytest.raises(RankFailedError, match="in place") as error:
-        pipeline(3, writing, later=later)
-    assert error.value.kind == "ModelError"
+    for kind, said in own_refusals(pipeline(3, refusals, writing, [{"later": later} for later in (False, True)])):
+        assert kind == "ModelError"
+        assert "in place" in said
 
 
 class Odd(Model):
@@ -563,9 +568,14 @@ def handed_at_once(mesh: DeviceMesh, schedule: str) -> int:
     return most
 
 
+def handed_in_each(mesh: DeviceMesh) -> list[int]:
+    return [handed_at_once(mesh, schedule) for schedule in ("vertical", "1f1b")]
+
+
 def test_in_turn_masks_and_the_like_are_kept_of_micro_batches_that_are_under_way() -> None:
-    assert pipeline(2, handed_at_once, "vertical")[1] == 8
-    assert 1 <= pipeline(2, handed_at_once, "1f1b")[1] <= 3, "as many as the first rank has under way"
+    vertical, in_turn = pipeline(2, handed_in_each)[1]
+    assert vertical == 8
+    assert 1 <= in_turn <= 3, "as many as the first rank has under way"
 
 
 def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
@@ -576,12 +586,6 @@ def refused(mesh: DeviceMesh, model: str, **settings: Any) -> None:
 def with_batches_of_their_own(mesh: DeviceMesh) -> None:
     with wrap(CASE, budget(None), mesh=mesh) as engine:
         engine.step(steps_of(CASE, 1, first=1 + mesh.get_rank())[0])
-
-
-def test_ranks_of_a_pipeline_that_are_given_other_micro_batches_are_refused() -> None:
-    """Nothing of them would be trained on, but on the first."""
-    with pytest.raises(RankFailedError, match="all ranks need the same micro-batches, which ranks of a pipe"):
-        pipeline(2, with_batches_of_their_own)
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -599,9 +603,16 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
+def refused_and_given_other_micro_batches(mesh: DeviceMesh) -> list[tuple[str, str]]:
+    """Of the latter nothing would be trained on, but on the first rank's."""
+    found = refusals(mesh, refused, [{"model": model, **more} for model, more, _ in REFUSED])
+    return found + refusals(mesh, with_batches_of_their_own, [{}])
+
+
 def test_what_a_pipeline_cannot_do_is_refused_by_name() -> None:
-    for found in pipeline(2, refusals, refused, [{"model": model, **more} for model, more, _ in REFUSED]):
-        for (_, said), (*_, message) in zip(found, REFUSED, strict=True):
+    messages = [*(message for *_, message in REFUSED), "all ranks need the same micro-batches, which ranks of a pipe"]
+    for found in pipeline(2, refused_and_given_other_micro_batches):
+        for (_, said), message in zip(found, messages, strict=True):
             assert re.search(message, said)
 
 

@@ -30,6 +30,8 @@ WIDE = Case(
     blocks=6,
 )
 BETWEEN = Between(ranks=2, bandwidth=1e8, latency=1e-3)
+any_plan = patch("penstock.planner.search.SIMULATIONS", 1)
+"""Within, the first of a search's proposals is the plan: any will do that fits."""
 
 
 def machine(folder: Path) -> Machine:
@@ -46,7 +48,7 @@ def planned(
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
     micro_batches = case.micro_batches(2, seed=0 if alike else mesh.get_rank())
-    with wrap(case, budget(folder), mesh=mesh, plan=known) as engine:
+    with any_plan, wrap(case, budget(folder), mesh=mesh, plan=known) as engine:
         engine.step(micro_batches)
         stats = engine.step(micro_batches)
         prediction = engine.prediction
@@ -95,7 +97,7 @@ def predicted(mesh: DeviceMesh, folder: Path, name: str | None = None, cp: int =
     place = mesh.get_rank() // cp
     if cp > 1:
         mesh = init_device_mesh("cpu", (mesh.size() // cp, cp), mesh_dim_names=("pp", "cp"))
-    with wrap(case, budget(folder), mesh=mesh, plan=machine(folder)) as engine:
+    with any_plan, wrap(case, budget(folder), mesh=mesh, plan=machine(folder)) as engine:
         engine.step(case.micro_batches(4))
         stats, own, found = engine.step(case.micro_batches(4)), engine.plan.schedule, engine.prediction
         assert found is not None

@@ -1,5 +1,6 @@
 """What ranks send each other: as the schedule says, and no more with more micro-batches."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -89,12 +90,38 @@ def sent(mesh: DeviceMesh, each: int, precision: str, schedule: str, stage: int 
         }
 
 
-@pytest.mark.parametrize(("size", "precision", "width"), [(2, "fp32", 4), (4, "bf16", 2)])
-def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width: int) -> None:
+Way = tuple[int, str, str, int]
+"""Micro-batches of a rank, precision, schedule, stage of ZeRO."""
+VERTICAL: tuple[Way, ...] = ((1, "fp32", "vertical", 3), (3, "fp32", "vertical", 3))
+HORIZONTAL: tuple[Way, ...] = ((1, "bf16", "horizontal", 3), (3, "bf16", "horizontal", 3))
+LOWER: tuple[Way, ...] = ((3, "bf16", "vertical", 0), (3, "bf16", "horizontal", 1), (3, "bf16", "vertical", 2))
+REST: tuple[Way, ...] = ((3, "bf16", "horizontal", 0), (3, "bf16", "vertical", 1), (3, "bf16", "horizontal", 2))
+"""Lower stages in the other order, of which a campaign takes all."""
+
+
+def sent_in_each(mesh: DeviceMesh, ways: Sequence[Way]) -> dict[Way, dict[str, Any]]:
+    return {way: sent(mesh, *way) for way in ways}
+
+
+@pytest.fixture(scope="module")
+def of_two(pytestconfig: pytest.Config) -> list[dict[Way, dict[str, Any]]]:
+    """``sent`` in each way, by rank: the same two processes, which takes them as long to start as a few ways."""
+    rest = REST if pytestconfig.getoption("--campaign") else ()
+    return together(2, sent_in_each, (*VERTICAL, *HORIZONTAL, *LOWER, *rest))
+
+
+def test_weights_cross_twice_and_gradients_once(of_two: list[dict[Way, dict[str, Any]]]) -> None:
     """(2w + 4) N (R - 1) / R bytes, less the second gather of weights that stay, and 8 bytes for each 4096 elements.
     What two stages use, as the group of the embedding and the head here, has a gradient of each.
     """
-    found = [together(size, sent, each, precision, "vertical") for each in ((1, 3) if size == 2 else (2,))]
+    for size, width, found in (
+        (2, 4, [[of_rank[way] for of_rank in of_two] for way in VERTICAL]),
+        (4, 2, [together(4, sent, 2, "bf16", "vertical")]),
+    ):
+        check_crossed_twice(size, width, found)
+
+
+def check_crossed_twice(size: int, width: int, found: list[list[dict[str, Any]]]) -> None:
     for ranks in found:
         for one in ranks:
             assert one["moved"] == one["scheduled"] == one["traced"]
@@ -108,13 +135,13 @@ def test_weights_cross_twice_and_gradients_once(size: int, precision: str, width
     assert found[0] == found[-1]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_in_lower_stages_weights_cross_once_or_not_at_all(stage: int, schedule: str) -> None:
+@pytest.mark.parametrize("way", [*LOWER, *(pytest.param(way, marks=pytest.mark.campaign) for way in REST)], ids=str)
+def test_in_lower_stages_weights_cross_once_or_not_at_all(way: Way, of_two: list[dict[Way, dict[str, Any]]]) -> None:
     """(w + 4) N (R - 1) / R bytes with three micro-batches, whatever the schedule; with whole state on each rank
     8 N (R - 1) / R."""
-    for one in together(2, sent, 3, "bf16", schedule, stage):
+    *_, stage = way
+    for of_rank in of_two:
+        one = of_rank[way]
         assert one["moved"] == one["scheduled"] == one["traced"]
         assert one["copied"] == one["to_copy"]
         weights = sum(one["elements"]) * 2 if stage else 0
@@ -122,9 +149,11 @@ def test_in_lower_stages_weights_cross_once_or_not_at_all(stage: int, schedule: 
         assert one["moved"] == (weights + one["made"] * (4 if stage else 8) + norms) // 2
 
 
-def test_horizontally_weights_cross_for_each_micro_batch_and_gradients_once() -> None:
+def test_horizontally_weights_cross_for_each_micro_batch_and_gradients_once(
+    of_two: list[dict[Way, dict[str, Any]]],
+) -> None:
     size = 2
-    found = [together(size, sent, each, "bf16", "horizontal") for each in (1, 3)]
+    found = [[of_rank[way] for of_rank in of_two] for way in HORIZONTAL]
     for ranks in found:
         for one in ranks:
             assert one["moved"] == one["scheduled"] == one["traced"]

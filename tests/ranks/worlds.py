@@ -102,16 +102,25 @@ def sharing(size: int, what: Callable[..., R], *args: Any, **given: Any) -> list
 
 
 def refusals(mesh: DeviceMesh, what: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """On a rank: kind and words of the error that ``what(mesh, ...)`` raises in each case, one after the other."""
+    """On a rank: kind and words of the error that ``what(mesh, ...)`` raises in each case, one after the other; of that
+    of another rank, where that alone has failed."""
     found = []
     for case in cases:
         try:
             what(mesh, **case)
-        except (ConfigError, ModelError) as error:
+        except (ConfigError, ModelError, RankError) as error:
             found.append((type(error).__name__, str(error)))
         else:
             found.append(("none", f"{case} is not refused"))
     return found
+
+
+def own_refusals(found: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Of each case the error of the first rank that did not fail for another's sake. ``found``: ``refusals``, by
+    rank."""
+    for of_rank in found:
+        assert all(kind != "none" for kind, _ in of_rank), of_rank
+    return [min(case, key=lambda refusal: refusal[0] == "RankError") for case in zip(*found, strict=True)]
 
 
 def _settled(world: World) -> list[Any]:
