@@ -144,12 +144,9 @@ def _serve() -> None:
     import penstock.doctor.examine
     import penstock.report.picture  # noqa: F401
 
-    torch.set_num_threads(1)
-    from tests import first_step
-
-    first_step.take()
     gc.freeze()
     gc.enable()
+    torch.set_num_threads(1)
     shim = ctypes.CDLL(None)
     shim.interposed_struck.restype = ctypes.c_char_p
     shim.interposed_count.restype = ctypes.c_long

@@ -103,7 +103,7 @@ class Bench:
             self.load(group)
 
     def probe(self, micro_batch: MicroBatch, *, train: bool = True) -> tuple[Stage, ...]:
-        learned = self.tape.probe(micro_batch, self.load, self.unload, all_copies=self.moving, train=train)
+        learned = self.tape.probe(micro_batch, self.load, self.unload, all_copies=self.moving, train=train, alone=True)
         assert not self.attached
         self.learned, self.stages, self.tape.facts = learned, learned.stages, learned.facts
         return self.stages

@@ -1,11 +1,9 @@
-"""What a server of processes (``tests.warm``) imports, once: all that the programs and the ranks of the tests need; and
-a first step (``tests.first_step``).
+"""What a server of processes (``tests.warm``) imports, once: all that the programs and the ranks of the tests need.
 
 Garbage is not looked for meanwhile, nor among what stays when a process is forked.
 """
 
 import gc
-import os
 from importlib import import_module
 
 gc.disable()
@@ -18,9 +16,5 @@ for _name in (
     "tests.ranks.test_accelerator",  # and with it most files of tests of ranks
 ):
     import_module(_name)
-if "W2_NO_FIRST" not in os.environ:
-    from tests import first_step
-
-    first_step.take()
 gc.freeze()
 gc.enable()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -220,11 +221,11 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: str) -> None:
     read, inside = SWITCHES[name]
     outside = read()
-    seen: list[object] = []
+    told = SimpleQueue[object]()  # what a probe or a recomputation puts there stays, unlike what is in a list
 
     class Looks(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(read())
+            told.put(read())
             return super().forward(x)
 
     def checked(stages: int, count: int) -> Iterator[tuple[str, int, int]]:
@@ -236,6 +237,7 @@ def test_a_switch_holds_for_the_calls_inside_of_it_and_for_nothing_else(name: st
     assert read() == outside
     # Of each layer: the probe's forward, its call on other numbers and its recomputation; three micro-batches' forwards
     # and recomputations; the plain loop's three.
+    seen = [told.get() for _ in range(told.qsize())]
     assert len(seen) == 3 * (3 + 2 * 3 + 3)
     # What is called again prints where everybody does by then: a file that the forward had may be closed.
     again = 1 + 1 + 3 if name in ("stdout", "stderr") else 0

@@ -151,7 +151,10 @@ class Probing:
         moved, before = batch.shapes(inputs), trees.to_collect_in(inputs)
         with unequal_dtypes_told(shared.tape.model, shared.arrays.dtype):
             copies = weights.are_copies
-            learned = shared.tape.probe(inputs, weights.load, weights.unload, all_copies=copies, train=train)
+            alone = shared.ranks.size == 1
+            learned = shared.tape.probe(
+                inputs, weights.load, weights.unload, all_copies=copies, train=train, alone=alone
+            )
         batch.check_not_collected(before)
         del inputs, before
         self.labels.learn(micro_batch, learned.losses, learned.loss)

@@ -48,13 +48,13 @@ class Change:
     place: Holder
     name: str
     before: Any
-    after: dict[int, Any] = field(default_factory=dict)
+    after: dict[int, Any] = field(default_factory=dict[int, Any])
     set_before: bool = False
     handed: bool = False
 
     @property
     def first(self) -> int:
-        return next(iter(self.after))
+        return min(self.after)
 
     @property
     def last(self) -> Any:
@@ -216,7 +216,8 @@ class Trials:
     def own(self, carried: Collection[Change], last: int) -> list[Change]:
         """The changes that later segments may read: what is there then is each micro-batch's own. Not logs and counts
         that several segments go on with, and nothing has read. ``last``: the last segment, behind which nothing is."""
-        found, grown = [], []
+        found: list[Change] = []
+        grown: list[Change] = []
         for change in self._changes:
             if change in carried or change.first == last or not change.is_plain():
                 continue

@@ -152,7 +152,7 @@ class Numbers(Holder):
         if value == self.now():
             return
         if isinstance(self.of, np.ndarray):
-            self.of.flat = np.frombuffer(value, self.of.dtype)
+            self.of[...] = np.frombuffer(value, self.of.dtype).reshape(self.of.shape)
         else:
             self.of[:] = value if isinstance(self.of, bytearray) else array.array(self.of.typecode, value)
 

@@ -58,9 +58,8 @@ class Probe:
         self._tape, self._running = tape, tape.running
         modules = frozenset(tape.model.modules())
         own = modules.difference(*(site.module.modules() for site in tape.sites))
-        self._search = search = Search(own, modules, tape.loss_fn)
-        self._accesses = Accesses(modules)
-        self._changes = Changes(search.places(), (search.places_on(s.module.modules()) for s in tape.sites))
+        self._search, self._accesses = Search(own, modules, tape.loss_fn), Accesses(modules)
+        self._changes = Changes(self._search.places(), (self._search.places_on(s.module.modules()) for s in tape.sites))
         tape.generators |= {id(g): g for g in self._search.generators()}
         self._load, self._unload, self._copied = load, unload, copied
         self._loaded: dict[int, list[int]] = {}  # groups -> versions of their weights, as they were brought
@@ -80,19 +79,19 @@ class Probe:
         self._asked = Asked(self._block)
         self._sources: dict[int, int] = {}  # of a parameter with a hook: identity -> the segment of its gradient
         self._waits, self._waiting = Waits(), tape.device.type not in ("cpu", "meta")
-        self._seen = Calls()
+        self._seen, self._losses = Calls(), Losses()
         self._lasting: dict[Holder, None] = {}  # places in what blocks are handed and the model keeps, on the way there
         self._handed: set[int] = set()  # objects, dicts and lists that blocks are handed, by identity
         self._made: weakref.ref[torch.Tensor] | None = None  # what the latest call has put out, if it was one tensor
         self._stopping: early_stop.Search | None = None
         self._forward_done = False  # what comes then is computed again, and waits again
-        self._losses = Losses()
         self._loss: float | None = None
 
-    def run(self, micro_batch: Mapping[str, Any], train: bool) -> Learned:
+    def run(self, micro_batch: Mapping[str, Any], train: bool, alone: bool) -> Learned:
         """Forward (and backward) of the micro-batch. The model, buffers and all, and random state end as they began."""
         tape = self._tape
-        before, self._asked.train = ModulesBefore(tape.model, generators=tape.generators.values()), train
+        before = ModulesBefore(tape.model, generators=tape.generators.values())
+        self._asked.train, self._alone = train, alone
         self._overwritten = Overwritten((*trees.tensors(micro_batch), *tape.model.buffers()))
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
 
@@ -150,7 +149,8 @@ class Probe:
                 overwritten=self._overwritten,
                 weights=(self._bring, self._ahead, self._release),
             )
-            found_again = settle(self._changes.found, again, self._loss, self._watch.birth, tries=carried is None)
+            loss = self._loss if self._alone else None
+            found_again = settle(self._changes.found, again, loss, self._watch.birth, tries=carried is None)
             carried = self._smuggled.goes_on(*found_again) if found_again else carried
         calls = tuple(self._seen.calls.get(members[0]) for members in found.members)
         return Learned(
@@ -343,7 +343,7 @@ class Probe:
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=() if event == "done" else self._search)  # nothing reads it any more
             suspended.own.note(self._accesses.written_in(self._watch.segment))
-            self._changes.look(self._watch.segment, ahead=suspended.arrival and suspended.arrival.site.index)
+            self._changes.look(self._watch.segment, ahead=suspended.arrival.site.index if suspended.arrival else None)
             if event == "done":
                 assert suspended.loss is not None
                 self._loss = None if suspended.loss.is_meta else float(suspended.loss.detach())

@@ -150,19 +150,21 @@ class Tape:
         *,
         all_copies: bool,
         train: bool = True,
+        alone: bool = False,
     ) -> Learned:
         """Learn the model's stages from one micro-batch, run once on the device.
 
         ``load(group)`` attaches a group's weights, ``unload(group)`` detaches them; each stage's groups are loaded when
         it first touches them and unloaded when it ends. ``all_copies``: all are copies, of which writes are lost.
         Random state, buffers and gradients are left as they were. With ``train=False`` only the forward is run, and
-        what a stage's backward needs is empty.
+        what a stage's backward needs is empty. ``alone``: no other rank has to bring weights, or send anything, for a
+        forward, so that one more may be run to see what goes on from micro-batch to micro-batch (``changes``).
 
         Raises:
             ModelError: the model cannot be run block by block, with the reason.
         """
         assert not self.suspended, "a step is open"
-        return Probe(self, load, unload, all_copies).run(micro_batch, train)
+        return Probe(self, load, unload, all_copies).run(micro_batch, train, alone)
 
     def before(self, *, train: bool) -> ModulesBefore:
         """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count;
