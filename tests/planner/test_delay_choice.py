@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import Budget
-from penstock.planner.ask import plan
 from penstock.planner.question import Question
 from penstock.schedule.place import Format
 from penstock.schedule.program import ALIGN, Program
 from penstock.shape.model import StageTimes
+from tests.planner.test_arguments import planned
 from tests.programs import transformer
 from tests.questions import DRIVE, MACHINE, question, searched
 
@@ -76,18 +76,12 @@ def test_a_delay_is_chosen_where_memory_is_too_small_for_the_usual_buffers_besid
         drives=(replace(DRIVE, read=2e8, write=1e8, read_both=2e8, write_both=1e8),),
     )
     budget = Budget(device=256 * MIB, host=512 * MIB, disk=DRIVE.path, weights="disk", state="disk")
-    chosen, forced = (
-        plan(
-            {**model, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
-            machine=machine,
-            budget=budget,
-            micro_batches=4,
-            micro_batch_size=4,
-            sequence_length=128,
-            precision="fp32",
-            schedule="vertical",
-            delay=delay,
-        ).forecast.step_seconds
-        for delay in (None, 0.2)
+    task = planned(
+        {**model, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+        machine=machine,
+        budget=budget,
+        sequence_length=128,
+        precision="fp32",
     )
+    chosen, forced = (searched(replace(task, delay=delay).question(4, 4)).seconds for delay in (None, 0.2))
     assert chosen <= 1.03 * forced

@@ -24,14 +24,14 @@ from penstock.state.memory import DeviceSlab, HostSlab
 from penstock.store.snapshot import DATA
 from penstock.tape import probe
 from penstock.tape.watch import Watch
-from tests.models import MODELS
+from tests.models import MODELS, PLAIN
 from tests.programs import transformer
 from tests.tape_reference import Bench
 from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["llama_sdpa"]
+CASE = PLAIN
 FORM = Format.of("fp32", 2)
 
 

@@ -99,6 +99,7 @@ def times_number(x: torch.Tensor, handed: Any) -> torch.Tensor:
     return x if handed is None else x * handed.number
 
 
+@pytest.mark.sampled(4, pairs=True)
 @pytest.mark.parametrize(("keep", "block"), [(set_mask, times_mask), (set_number, times_number)])
 @pytest.mark.parametrize("layers", [(2,), (0, 2)])
 @pytest.mark.parametrize("between", [False, True])

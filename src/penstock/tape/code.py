@@ -28,8 +28,12 @@ _LIBRARIES = sys.stdlib_module_names | {
 
 
 def is_of_a_model(module: object) -> bool:
-    """True if code of a module of this name may be a model's own, rather than a library's."""
-    return isinstance(module, str) and module.partition(".")[0] not in _LIBRARIES
+    """True if code of a module of this name may be a model's own, rather than a library's. What a library has in a
+    package of its name behind an underscore, as pytest has all that it is, is its own, too."""
+    if not isinstance(module, str):
+        return False
+    package = module.partition(".")[0]
+    return package not in _LIBRARIES and package.lstrip("_") not in _LIBRARIES
 
 
 def reached(kinds: Collection[type], values: Iterable[Any]) -> tuple[list[types.FunctionType], list[type]]:
