@@ -5,7 +5,6 @@ Garbage is not looked for meanwhile, nor among what stays when a process is fork
 """
 
 import gc
-import os
 from importlib import import_module
 
 gc.disable()
@@ -18,9 +17,6 @@ for _name in (
     "tests.ranks.test_accelerator",  # and with it most files of tests of ranks
 ):
     import_module(_name)
-if "W2_NO_FIRST" not in os.environ:
-    from tests import first_step
-
-    first_step.take()
+import_module("tests.first_step").take()
 gc.freeze()
 gc.enable()
