@@ -225,15 +225,16 @@ def test_a_run_that_is_under_way_is_refused_and_not_touched(
     assert np.array_equal(text, tokens), "the text that the run under way has mapped"
 
 
-def test_metrics_hold_each_step_once_and_in_order_after_a_kill(a_run: Path, whole_run: Path) -> None:
+def test_metrics_hold_each_step_once_and_in_order_after_a_kill(config: Path, tmp_path: Path, whole_run: Path) -> None:
     """What was reported and not durable is done again; a kill may also tear the last line."""
-    path = a_run / "metrics.jsonl"
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    later = json.dumps(json.loads(lines[2]) | {"step": 4, "loss": 99.0})
+    later = json.dumps(json.loads(lines[1]) | {"step": 3, "loss": 99.0})
     path.write_text("\n".join([*lines, later, later[:40]]))
-    assert main(["resume", str(a_run), "--steps", "4"]) == 0
-    assert _numbers(a_run) == _numbers(whole_run)
-    assert not list(a_run.glob("*.partial"))
+    assert main(["resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert _numbers(tmp_path / "run") == _numbers(whole_run)
+    assert not list((tmp_path / "run").glob("*.partial"))
 
 
 @pytest.fixture(scope="module")
