@@ -51,8 +51,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero-bubble": ("--pipeline", "4", "--schedule", "zero-bubble"),
     "cp": ("--cp", "2"),
     "cp, horizontal": ("--cp", "2", "--schedule", "horizontal"),
+    "cp between hosts": ("--cp", "2"),
 }
 """What asks for each."""
+ONE_EACH = ("cp between hosts",)
+"""Those of one rank on each host: neighbours that share a sequence are on one where it has more."""
 
 
 def steps(folder: Path) -> int:
@@ -97,7 +100,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for layout, asked in LAYOUTS.items():
         found[layout] = folder = tmp_path_factory.mktemp(layout.replace(" ", "-"))
         with Cluster(2, folder) as hosts:
-            for code, _, errors in on_hosts(hosts, folder, "-m", "penstock", *IN_FOUR, *asked, each=2).outcomes():
+            each, words = 1 if layout in ONE_EACH else 2, ("-m", "penstock", *IN_FOUR, *asked)
+            for code, _, errors in on_hosts(hosts, folder, *words, each=each).outcomes():
                 assert code == 0, (layout, errors)
         shutil.copytree(folder / "host1" / "drive", folder / "host0" / "drive", dirs_exist_ok=True)
     for folder in found.values():

@@ -213,6 +213,21 @@ def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None
     assert (alike.deal, alike.by_compute) == ((), None)
 
 
+@pytest.mark.parametrize(("drive", "first"), [(4, False), (4, True), (2, False), (16, False)])
+def test_a_host_whose_drive_alone_is_slower_has_the_blocks_that_make_the_step_shortest(drive: int, first: bool) -> None:
+    drives = tuple(
+        replace(d, read=d.read / drive, read_both=d.read_both / drive, write=d.write / drive) for d in FAST.drives
+    )
+    kinds = [(FAST, 1), (replace(FAST, name="shared drive", drives=drives), 1)]
+    what, layout, views = as_pipelines(
+        replace(asked(*(kinds[::-1] if first else kinds), each=1, layers=9, batch=8), size=1)
+    )
+    found = pipeline(what, layout)
+    assert found.by_compute is not None
+    best = min(simulated(what, layout, views, 1, (n, 9 - n)).step.seconds for n in range(1, 9))
+    assert found.seconds <= best < found.by_compute
+
+
 def test_shares_in_proportion_would_be_faster_where_hosts_differ_and_are_no_slower_than_the_fast() -> None:
     alike, different = (replace(asked(*kinds, layers=2, batch=8), size=1) for kinds in (((FAST, 2),), BOTH))
     for layout in SHARED[::2]:  # each stage, and copies

@@ -5,7 +5,8 @@ to cut the batch and to deal the blocks are compared by the order of preference,
 
 Blocks are dealt as a run deals them, by what they compute; and by what each takes of its rank's lanes, the drive's
 among them: the next one goes to the rank whose busiest lane is then done first, with what the ends take of the first
-rank. The faster deal of the two is the outcome.
+rank. The faster deal of the two is the outcome. Where hosts differ and places are few, the rank that has most to do
+then gives a block to the one that has least, as long as that is faster.
 """
 
 from collections import defaultdict
@@ -33,6 +34,10 @@ MOST_OPS = 2_000_000
 """Ops of the largest world of a pipeline that is simulated."""
 _TRIED = 2
 """Ways to cut the batch that are simulated."""
+_FEW_PLACES = 16
+"""Places up to which blocks are handed from one to another, each time with a simulation."""
+_HANDED = 8
+"""Times that this is tried at most."""
 
 
 def pipeline(asked: Asked, layout: Layout) -> Outcome:
@@ -51,6 +56,8 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
             if counts != found.blocks:
                 other = simulated(asked, layout, views, found.size, counts)
                 found = min(found, other, key=lambda one: one.step.seconds)
+        if len(asked.hosts.kinds) > 1 and len(found.requests) <= _FEW_PLACES:
+            found = _handed_over(asked, layout, views, found)
     changed = found is not by_compute
     found, by_compute = found.improved(check), by_compute.improved(check) if changed else by_compute
     return Outcome(
@@ -219,6 +226,29 @@ def _deal(asked: Asked, layout: Layout, now: Pipeline) -> tuple[int, ...]:
         counts[rank] += 1
         heapreplace(next_ones, then(rank))
     return tuple(counts)
+
+
+def _handed_over(asked: Asked, layout: Layout, views: Sequence[Machine], found: Pipeline) -> Pipeline:
+    """The pipeline after ranks have handed blocks over, one at a time, from the one whose busiest lane works longest to
+    the one whose busiest works shortest: lanes that wait for each other take longer than any by itself, so that each
+    deal is simulated, the first one counted out, too."""
+    counts = found.blocks
+    for _ in range(_HANDED):
+        try:
+            other = simulated(asked, layout, views, found.size, counts)
+        except (BudgetError, ConfigError):  # more blocks than a rank has room for, or none where one has to be
+            return found
+        if other.step.seconds < found.step.seconds:
+            found = other
+        elif counts != found.blocks:
+            return found
+        busy = [max(found.step.simulation.work(rank).values()) for rank in range(len(found.requests))]
+        ranks = range(len(busy))
+        most, least = max(ranks, key=busy.__getitem__), min(ranks, key=busy.__getitem__)
+        counts = tuple(n - (rank == most) + (rank == least) for rank, n in enumerate(found.blocks))
+        if min(counts[1:]) < 1 or counts[0] < 0:
+            return found
+    return found
 
 
 def _of_block(of: Pipeline, rank: int) -> dict[Lane, float]:
