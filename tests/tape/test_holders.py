@@ -2,11 +2,13 @@
 
 import queue
 import types
+from collections import OrderedDict
 
 import torch
 
 from penstock.tape.code import reached
 from penstock.tape.holders import Search, along, places_handed
+from penstock.tape.places import Entries
 
 
 def test_a_search_is_short_whatever_there_is() -> None:
@@ -68,3 +70,14 @@ def test_no_code_of_a_models_own_classes_is_run() -> None:
     for place, value in values:
         place.put(value)
     assert list.__len__(own_list) == 1
+
+
+def test_a_dict_of_a_class_of_ones_own_is_not_asked_for_its_values() -> None:
+    """As that of transformers' activations, which makes one anew whenever it is asked."""
+
+    class Making(OrderedDict[str, object]):
+        def __getitem__(self, key: str) -> object:
+            raise AssertionError
+
+    made = Making(one=1)
+    assert next(place.now() for place, _ in places_handed([made]) if isinstance(place, Entries)) == {"one": 1}

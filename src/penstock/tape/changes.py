@@ -1,4 +1,4 @@
-"""What a forward changes in objects, dicts, lists, variables and classes that its model reaches.
+"""Changes that a forward makes in objects, dicts, lists, variables and classes that its model reaches.
 
 No op of torch tells of it, nor does a module that is assigned to. So a probe looks behind each segment for what has
 become another value (``Changes``). Nobody sees who reads it. Where a micro-batch would find what the one before it has
@@ -127,6 +127,8 @@ class Changes:
     def _look_at(self, places: dict[Holder, Any], segment: int) -> None:
         for place, before in places.items():
             now = place.now()
+            if now is before:
+                continue
             changed = list(_differences(place, before, now))
             if changed:
                 places[place] = now
