@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -98,7 +99,7 @@ def test_an_engines_calls_and_lanes_are_on_its_device(
     """What they launch would otherwise be the current device's: the caller's, and the first GPU's in other threads. A
     thread that waits for an event would have memory taken there."""
     monkeypatch.setattr(resources, "streams_for", lambda device: DeviceStreams(SECOND))
-    case, seen, in_losses, act = MODELS["skips"], dict[str, set[Any]](), set[Any](), Actions.__call__
+    case, seen, told, act = MODELS["skips"], dict[str, set[Any]](), SimpleQueue[Any](), Actions.__call__
 
     def here() -> tuple[torch.device, Stream]:
         return selected.device, selected.streams[SECOND]
@@ -108,7 +109,7 @@ def test_an_engines_calls_and_lanes_are_on_its_device(
         return act(self, op)
 
     def loss(model: nn.Module, micro_batch: dict[str, Any]) -> torch.Tensor:
-        in_losses.add(here())
+        told.put(here())
         return case.loss_fn(model, micro_batch)
 
     monkeypatch.setattr(Actions, "__call__", watched)
@@ -120,13 +121,13 @@ def test_an_engines_calls_and_lanes_are_on_its_device(
         own = Stream(SECOND)
         with selected.queued(own):
             engine.prepare(steps[0])
-            assert in_losses == {(SECOND, streams.streams["compute"])}
+            assert {told.get() for _ in range(told.qsize())} == {(SECOND, streams.streams["compute"])}
             for step in steps:
                 engine.step(step)
             engine.evaluate(steps[0])
             assert here() == (before[0], own)
     assert here() == before
-    assert in_losses == {(SECOND, streams.streams["compute"])}
+    assert {told.get() for _ in range(told.qsize())} == {(SECOND, streams.streams["compute"])}
     for lane in ("compute", "h2d", "d2h"):
         assert seen[lane] == {(SECOND, streams.streams[lane])}, lane
     assert {"penstock-cpu", "penstock-read"} <= {thread.rpartition("-")[0] for thread, _ in Event.waited}

@@ -52,9 +52,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "cp": ("--cp", "2"),
     "cp, horizontal": ("--cp", "2", "--schedule", "horizontal"),
     "cp between hosts": ("--cp", "2"),
+    "cp between hosts, horizontal": ("--cp", "2", "--schedule", "horizontal"),
 }
 """What asks for each."""
-ONE_EACH = ("cp between hosts",)
+ONE_EACH = ("cp between hosts", "cp between hosts, horizontal")
 """Those of one rank on each host: neighbours that share a sequence are on one where it has more."""
 
 
@@ -122,7 +123,7 @@ def test_two_hosts_of_two_ranks_in_each_layout_do_what_one_process_does(
         for line, other in zip(numbers(own / "run"), numbers(one / "run"), strict=True):
             known = [value for value in other if value is not None]
             assert [value for value in line if value is not None] == pytest.approx(known, rel=1e-4)
-        one = exported["cp"]
+        one = exported["cp between hosts" if layout in ONE_EACH else "cp"]
     assert numbers(own / "run") == numbers(one / "run")
     names = sorted(path.name for path in (one / "host0" / "out").iterdir())
     assert filecmp.cmpfiles(one / "host0" / "out", own / "host0" / "out", names, shallow=False) == (names, [], [])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -51,12 +52,11 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
 ) -> None:
     """Memory ends at each call of a layer in turn, in forwards and recomputations, of every micro-batch."""
     refuse, kind, words = REFUSALS[memory]
-    calls, strike = 0, -1
+    calls, strike = SimpleQueue[None](), -1  # a number would be put back where a step does not count
 
     def before(module: torch.nn.Module, arguments: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls - 1 == strike:
+        calls.put(None)
+        if calls.qsize() - 1 == strike:
             refuse()
 
     def build() -> torch.nn.Module:
@@ -68,15 +68,15 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
 
     attempt = Attempt(name, tmp_path / "store", model=build, survives=(kind, StoreError))
     attempt.to(1)
-    calls = 0
+    calls = SimpleQueue()
     attempt.to(2)
-    numbers = range(calls) if campaign.full else random.Random(name).sample(range(calls), 1)
+    numbers = range(calls.qsize()) if campaign.full else random.Random(name).sample(range(calls.qsize()), 1)
     attempt.close()
     again = 0
     for number in numbers:
         attempt = Attempt(name, tmp_path / f"store-{number}", model=build, survives=(kind, StoreError))
         attempt.to(2)
-        calls, strike = 0, number
+        calls, strike = SimpleQueue(), number
         attempt.to(LAST)
         strike = -1
         attempt.insist(attempt.look)
@@ -95,12 +95,11 @@ def test_without_memory_a_step_fails_and_can_be_repeated(
 def test_a_device_that_is_full_fails_a_step_that_can_be_repeated(tmp_path: Path) -> None:
     """Its memory ends where a layer is called, with copies under way on other streams, and is there again after it."""
     (name,), sim = ON_ACCELERATOR, simulated.start()
-    calls, strike = 0, -1
+    calls, strike = SimpleQueue[None](), -1
 
     def before(module: torch.nn.Module, arguments: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == strike:
+        calls.put(None)
+        if calls.qsize() == strike:
             torch.accelerator.empty_cache()
             sim.limit(torch.accelerator.memory_reserved())
 
@@ -118,11 +117,11 @@ def test_a_device_that_is_full_fails_a_step_that_can_be_repeated(tmp_path: Path)
     kind = torch.OutOfMemoryError
     attempt = Attempt(name, tmp_path / "store", model=build, survives=(kind, StoreError))
     attempt.to(1)
-    calls = 0
+    calls = SimpleQueue()
     attempt.to(2)
-    of_a_step = calls
+    of_a_step = calls.qsize()
     for done, part in enumerate((4, 2), start=2):
-        calls, strike = 0, of_a_step // part
+        calls, strike = SimpleQueue(), of_a_step // part
         attempt.to(done + 1)
         strike = -1
     attempt.insist(attempt.look)
