@@ -57,7 +57,8 @@ def pipeline(asked: Asked, layout: Layout) -> Outcome:
                 other = simulated(asked, layout, views, found.size, counts)
                 found = min(found, other, key=lambda one: one.step.seconds)
         if len(asked.hosts.kinds) > 1 and len(found.requests) <= _FEW_PLACES:
-            found = _handed_over(asked, layout, views, found)
+            counts = found.blocks if found is by_compute else _after_handing_over(found)
+            found = _handed_over(asked, layout, views, found, counts)
     changed = found is not by_compute
     found, by_compute = found.improved(check), by_compute.improved(check) if changed else by_compute
     return Outcome(
@@ -228,27 +229,36 @@ def _deal(asked: Asked, layout: Layout, now: Pipeline) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _handed_over(asked: Asked, layout: Layout, views: Sequence[Machine], found: Pipeline) -> Pipeline:
-    """The pipeline after ranks have handed blocks over, one at a time, from the one whose busiest lane works longest to
-    the one whose busiest works shortest: lanes that wait for each other take longer than any by itself, so that each
-    deal is simulated, the first one counted out, too."""
-    counts = found.blocks
+def _handed_over(
+    asked: Asked, layout: Layout, views: Sequence[Machine], found: Pipeline, counts: tuple[int, ...]
+) -> Pipeline:
+    """The pipeline after ranks have handed blocks over, as long as a step gets shorter: lanes that wait for each other
+    take longer than any by itself, so that each deal is simulated. ``counts``: the first one; a deal by compute with as
+    many blocks counted out may be another one."""
     for _ in range(_HANDED):
+        if min(counts[1:]) < 1 or counts[0] < 0:
+            return found
         try:
             other = simulated(asked, layout, views, found.size, counts)
-        except (BudgetError, ConfigError):  # more blocks than a rank has room for, or none where one has to be
+        except (BudgetError, ConfigError):  # more blocks than a rank has room for
             return found
         if other.step.seconds < found.step.seconds:
             found = other
         elif counts != found.blocks:
             return found
-        busy = [max(found.step.simulation.work(rank).values()) for rank in range(len(found.requests))]
-        ranks = range(len(busy))
-        most, least = max(ranks, key=busy.__getitem__), min(ranks, key=busy.__getitem__)
-        counts = tuple(n - (rank == most) + (rank == least) for rank, n in enumerate(found.blocks))
-        if min(counts[1:]) < 1 or counts[0] < 0:
+        following = _after_handing_over(found)
+        if following == counts:
             return found
+        counts = following
     return found
+
+
+def _after_handing_over(of: Pipeline) -> tuple[int, ...]:
+    """Blocks of each rank after the one whose busiest lane works longest has given one to the one whose works shortest;
+    as they are, where all work as long."""
+    busy = [max(of.step.simulation.work(rank).values()) for rank in range(len(of.requests))]
+    most, least = busy.index(max(busy)), busy.index(min(busy))
+    return tuple(n - (rank == most) + (rank == least) for rank, n in enumerate(of.blocks))
 
 
 def _of_block(of: Pipeline, rank: int) -> dict[Lane, float]:

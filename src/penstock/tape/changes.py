@@ -28,11 +28,9 @@ from penstock.tape.places import (
     Memory,
     Numbers,
     name_of,
+    same,
 )
 from penstock.tape.watch import Operand
-
-_NUMBERS = (bool, int, float, complex, str, bytes)
-"""Types of which another object may be the same value."""
 
 _LET_GO: Any = object()
 """In place of a value with tensors that another one has followed: it is not to live on."""
@@ -268,17 +266,6 @@ def _at(changes: Iterable[tuple[int, Change]]) -> dict[int, Held]:
     for segment, change in changes:
         found[segment] = (*found.get(segment, ()), (change.place, change.before))
     return found
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if two values are one object, or the same number or text, or such side by side."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return isinstance(one, _NUMBERS) and bool(one == other)
 
 
 def _goes_on(change: Change, depends: Callable[[torch.Tensor], bool]) -> bool:

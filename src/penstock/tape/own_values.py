@@ -16,10 +16,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.places import Entry, Holder
-
-_NUMBERS = (bool, int, float, complex, str)
-"""Types of which another object may be the same value."""
+from penstock.tape.places import Entry, Holder, same
 
 Attribute = tuple[nn.Module, str]
 """A module and the name of one of its attributes."""
@@ -112,8 +109,7 @@ class Accesses:
         """True of an attribute that several segments assign, and that is what it was before they did."""
         if attribute not in self._read_first or len(set(self._written[attribute])) == 1:
             return False
-        before, now = self._read_first[attribute], _place(attribute).now()
-        return now is before or (type(now) is type(before) and isinstance(now, _NUMBERS) and bool(now == before))
+        return same(self._read_first[attribute], _place(attribute).now())
 
 
 def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> bool:

@@ -19,6 +19,19 @@ from penstock.compat.torch import unwatched, without_functions
 
 ABSENT: Any = object()
 """The value where there is none."""
+_NUMBERS = (bool, int, float, complex, str, bytes)
+"""Types of which another object may be the same value."""
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if two values are one object, or the same number or text, or such side by side."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return isinstance(one, _NUMBERS) and bool(one == other)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
