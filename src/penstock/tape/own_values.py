@@ -72,7 +72,7 @@ class Accesses:
         return [_place(attribute) for attribute in self._seen.get(segment, ())]
 
     def found_by(self, segment: int) -> list[Holder]:
-        """Places as of ``seen_by``, but of attributes that go on from one forward to the next, as far as is known."""
+        """Places as of ``seen_by``, without those that go on from one forward to the next, as far as is known."""
         return [_place(attribute) for attribute in self._seen.get(segment, ()) if self._is_handed_on(attribute)]
 
     def handed_on(self) -> Iterator[tuple[int, Holder]]:

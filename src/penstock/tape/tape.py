@@ -168,7 +168,7 @@ class Tape:
 
     def before(self, *, train: bool) -> ModulesBefore:
         """The model's buffers and plain attributes as they are now, to be put back behind a run that does not count;
-        with ``train`` also what forwards change elsewhere, where an evaluation leaves what it has found.
+        with ``train`` also what forwards change elsewhere, which an evaluation does not put back.
 
         Not copied, to save memory, are buffers outside the ``state_dict`` (masks, rotary tables) that no probe has seen
         change: one that is written to in place for other values of a micro-batch alone stays as it is written.
