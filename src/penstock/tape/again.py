@@ -9,8 +9,7 @@ from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.changes import Change, Overwritten, Trials
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.own_values import Held, put
-from penstock.tape.places import Holder
+from penstock.tape.places import Held, Holder, put
 from penstock.tape.segments import BirthOf, Segment
 from penstock.tape.suspended import SuspendedForward
 

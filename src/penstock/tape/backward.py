@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.compat.modules import buffers_of
 from penstock.compat.torch import unwatched, version
 from penstock.errors import ModelError
 from penstock.tape import graph, trees
-from penstock.tape.buffers import Attributes, Buffer, copies, placed
+from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies
 from penstock.tape.cut import Leaf, leaf_of
 from penstock.tape.early_stop import LastProduct, Search
 from penstock.tape.facts import Site
@@ -29,9 +30,8 @@ from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arg
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
 from penstock.tape.outside import Outside
-from penstock.tape.own_values import Held as HeldValues
-from penstock.tape.own_values import held
-from penstock.tape.places import Holder
+from penstock.tape.places import Entry, Holder, held
+from penstock.tape.places import Held as HeldValues
 from penstock.tape.rng import RandomState
 from penstock.tape.split import Held, Splitting
 
@@ -56,7 +56,7 @@ class Call:
     modes: Modes
     outputs: tuple[Leaf, ...]
     buffers: tuple[Buffer, ...]
-    attributes: tuple[Attributes, ...]
+    attributes: HeldValues
     own: HeldValues
     handed: HeldValues = ()
     undoes: tuple[Holder, ...] = ()
@@ -66,7 +66,7 @@ class Call:
     @property
     def is_plain(self) -> bool:
         """True if it can be run several times, and nothing is to be put in place for it."""
-        return not (self.buffers or self.attributes or self.own)
+        return not (self.buffers or self.own)
 
     def apart(self) -> "Call":
         """The same call, to be run besides: what it changes is its own."""
@@ -237,7 +237,7 @@ class Backward:
         made = self._recompute(replace(call, modes=replace(call.modes, grad=grad)), {})
         return self.outputs.are_alike(stage, made)
 
-    def see(self, stage: int, *, buffers: tuple[Buffer, ...], attributes: tuple[Attributes, ...]) -> None:
+    def see(self, stage: int, *, buffers: tuple[Buffer, ...], attributes: HeldValues) -> None:
         """In a probe: keep for its recomputation the buffers that a call has changed, and the plain attributes of their
         modules, as they were before it."""
         if stage in self.calls:
@@ -312,7 +312,9 @@ class Backward:
         """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
         left = tuple((place, place.now()) for place in call.undoes)
-        with held(left), held(call.own), held(call.handed), placed(call.buffers, call.attributes):
+        beside = attributes_beside(((module, attributes_of(module)) for module, _, _ in call.buffers), call.buffers)
+        buffers = tuple((Entry(of=buffers_of(module), key=name), buffer) for module, name, buffer in call.buffers)
+        with held((*left, *beside)), held(call.own), held(call.handed), held((*buffers, *call.attributes)):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield

@@ -1,7 +1,6 @@
 """A model's buffers, and the plain attributes beside them, as they were before code ran that may change them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.generators import Generator, States, of_modules
-from penstock.tape.places import Holder
+from penstock.tape.places import Entry, Held, Holder, put
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -68,9 +67,9 @@ class ModulesBefore:
         of them. ``generators``: the model's own, besides those that are attributes; ``places``: others that it changes.
         """
         modules = list(module.named_modules())
-        self._attributes = [(owner, attributes_of(owner)) for _, owner in modules]
+        self.attributes = [(owner, attributes_of(owner)) for _, owner in modules]
         self._generators = States((*generators, *of_modules(owner for _, owner in modules)))
-        self._places = [(place, place.now()) for place in sorted(places, key=lambda place: place.depth)]
+        self._places = [(place, place.now()) for place in places]
         self.buffers = [
             _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
             for path, owner in modules
@@ -82,7 +81,7 @@ class ModulesBefore:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """The buffers that are one piece of memory, and attributes: in words, as they were, and what is there now."""
         held = [(f"buffer {b.path!r}", b.tensor, buffers_of(b.module).get(b.name)) for b in self.buffers]
-        for module, before in self._attributes:
+        for module, before in self.attributes:
             kind, now = type(module).__name__, vars(module)
             held += [
                 (f"attribute {key!r} of a {kind}", value, found)
@@ -119,23 +118,18 @@ class ModulesBefore:
         """The copies that there are of buffers, by (module, name in it)."""
         return {(buffer.module, buffer.name): buffer.value for buffer in self.buffers if buffer.value is not None}
 
-    def attributes(self, modules: Iterable[nn.Module]) -> tuple[Attributes, ...]:
-        """The plain attributes of some of the modules."""
-        wanted = set(modules)
-        return tuple((owner, before) for owner, before in self._attributes if owner in wanted)
-
     def put_back(self) -> None:
-        """Undo what has happened since."""
+        """Undo what has happened since. An attribute that is new stays: it may tell of what is not undone, as
+        transformers' mark of the hooks that a first forward installs does."""
         known = {(buffer.module, buffer.name) for buffer in self.buffers}
-        for owner, before in self._attributes:
+        for owner, before in self.attributes:
             buffers = buffers_of(owner)
             for name in [name for name in buffers if (owner, name) not in known]:
                 del buffers[name]
-            set_attributes(owner, before)
+            put((Entry(of=vars(owner), key=key), value) for key, value in before.items())
         for buffer in self.buffers:
             buffer.put_back()
-        for place, value in self._places:
-            place.put(value)
+        put(self._places)
         self._generators.put_back()
 
 
@@ -176,23 +170,16 @@ def is_own(name: str) -> bool:
     return name not in _OF_TORCH
 
 
-def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Give a module's own attributes these values. One that is new since stays: it may tell of what is not undone, as
-    transformers' mark of the hooks that a first forward installs does."""
-    now = vars(module)
-    for key, value in attributes.items():
-        if key not in now or now[key] is not value:
-            now[key] = value
-
-
 def copies(buffers: Iterable[Buffer]) -> tuple[Buffer, ...]:
     return tuple((module, name, None if buffer is None else buffer.clone()) for module, name, buffer in buffers)
 
 
-def attributes_beside(attributes: Iterable[Attributes], buffers: Iterable[Buffer]) -> tuple[Attributes, ...]:
+def attributes_beside(attributes: Iterable[Attributes], buffers: Iterable[Buffer]) -> Held:
     """The attributes of the modules that have these buffers."""
     owners = {module for module, _, _ in buffers}
-    return tuple((module, beside) for module, beside in attributes if module in owners)
+    return tuple(
+        (Entry(of=vars(m), key=key), v) for m, beside in attributes if m in owners for key, v in beside.items()
+    )
 
 
 def replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer, ...]:
@@ -212,21 +199,3 @@ def replaced(block: str, buffers: Sequence[tuple[Buffer, int]]) -> tuple[Buffer,
                 f"every call, or put a new tensor in its place (self.{name} = ...)"
             )
     return tuple(found)
-
-
-@contextmanager
-def placed(buffers: Sequence[Buffer], attributes: Sequence[Attributes]) -> Iterator[None]:
-    """Inside, modules have these buffers and attributes, and afterwards those that they had."""
-    current = [(module, name, buffers_of(module)[name]) for module, name, _ in buffers]
-    current_attributes = [(module, attributes_of(module)) for module, _ in attributes]
-    for module, name, before in buffers:
-        buffers_of(module)[name] = before
-    for module, beside in attributes:
-        set_attributes(module, beside)
-    try:
-        yield
-    finally:
-        for module, name, buffer in current:
-            buffers_of(module)[name] = buffer
-        for module, beside in current_attributes:
-            set_attributes(module, beside)

@@ -16,7 +16,6 @@ import torch
 
 from penstock.compat.torch import storage_key
 from penstock.tape import trees
-from penstock.tape.own_values import Held, put
 from penstock.tape.places import (
     ABSENT,
     Attribute,
@@ -24,10 +23,12 @@ from penstock.tape.places import (
     Contents,
     Entries,
     Entry,
+    Held,
     Holder,
     Memory,
     Numbers,
     name_of,
+    put,
     same,
 )
 from penstock.tape.watch import Operand

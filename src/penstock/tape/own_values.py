@@ -16,7 +16,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.places import Entry, Holder, same
+from penstock.tape.places import Entry, Held, Holder, put, same
 
 Attribute = tuple[nn.Module, str]
 """A module and the name of one of its attributes."""
@@ -127,10 +127,6 @@ def _place(attribute: Attribute) -> Holder:
     return Entry(of=buffers_of(module) if name in buffers_of(module) else vars(module), key=name)
 
 
-Held = tuple[tuple[Holder, Any], ...]
-"""Places, each with the value that is to be there."""
-
-
 class OwnValues:
     """The values of one micro-batch, as its forward has left them."""
 
@@ -152,19 +148,3 @@ class OwnValues:
     def now(self, holders: Iterable[Holder]) -> Held:
         """The values in some places, where there are any."""
         return tuple((holder, self._values[holder]) for holder in holders if holder in self._values)
-
-
-def put(values: Iterable[tuple[Holder, Any]]) -> None:
-    for holder, value in sorted(values, key=lambda pair: pair[0].depth):
-        holder.put(value)
-
-
-@contextmanager
-def held(values: Held) -> Iterator[None]:
-    """Inside, these values are there, and afterwards those that were."""
-    before = [(holder, holder.now()) for holder, _ in values]
-    put(values)
-    try:
-        yield
-    finally:
-        put(before)

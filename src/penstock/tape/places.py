@@ -8,7 +8,8 @@ import operator
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -281,12 +282,30 @@ class Inner(Holder):
             there.put(value)
 
 
+Held = tuple[tuple[Holder, Any], ...]
+"""Places, each with the value that is to be there."""
 Way = tuple[Holder, ...]
 """The holders on the way to a value, from the outermost to its own."""
 Step = tuple[type[Holder], Any, Any]
 """A holder that is made only once it is needed: its class, ``of`` and ``key``."""
 Steps = tuple[Step, ...]
 """A way as it is found: see ``holders.along``."""
+
+
+def put(values: Iterable[tuple[Holder, Any]]) -> None:
+    for holder, value in sorted(values, key=lambda pair: pair[0].depth):
+        holder.put(value)
+
+
+@contextmanager
+def held(values: Held) -> Iterator[None]:
+    """Inside, these values are there, and afterwards those that were."""
+    before = [(holder, holder.now()) for holder, _ in values]
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def name_of(key: Any) -> str:

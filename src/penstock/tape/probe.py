@@ -22,7 +22,7 @@ from penstock.schedule.work import Work
 from penstock.tape import early_stop, graph, trees
 from penstock.tape.again import Again, settle
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import ModulesBefore, copies, tensor_attributes
+from penstock.tape.buffers import ModulesBefore, attributes_beside, copies, tensor_attributes
 from penstock.tape.changes import Changes, Overwritten
 from penstock.tape.facts import Facts, Learned, Site
 from penstock.tape.handed import Calls, HandedOn
@@ -372,11 +372,9 @@ class Probe:
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None
         del returned
         changed = before.changed()
-        suspended.backward.see(
-            self._watch.segment,
-            buffers=copies((b.module, b.name, b.value) for b in changed),
-            attributes=before.attributes(b.module for b in changed),
-        )
+        buffers = copies((b.module, b.name, b.value) for b in changed)
+        beside = attributes_beside(before.attributes, buffers)
+        suspended.backward.see(self._watch.segment, buffers=buffers, attributes=beside)
         segment.own = suspended.own.now(self._accesses.seen_by(self._watch.segment))
         suspended.own.note(self._accesses.written_in(self._watch.segment))
         self._changes.look(self._watch.segment, block=site.index)

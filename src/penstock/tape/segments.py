@@ -18,8 +18,7 @@ from penstock.tape import trees
 from penstock.tape.buffers import tensor_attributes
 from penstock.tape.facts import Facts, Site, StageFacts
 from penstock.tape.kept_graph import Footprint
-from penstock.tape.own_values import Held
-from penstock.tape.places import Holder
+from penstock.tape.places import Held, Holder
 from penstock.tape.watch import Birth
 
 BirthOf = Callable[[torch.Tensor], Birth | None]

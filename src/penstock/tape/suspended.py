@@ -31,8 +31,8 @@ from penstock.tape.holders import places_handed
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
-from penstock.tape.own_values import Held, OwnValues, put
-from penstock.tape.places import Contents
+from penstock.tape.own_values import OwnValues
+from penstock.tape.places import Contents, Held, put
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import CHANGES, put_back
 

@@ -34,9 +34,8 @@ from penstock.tape.kept_graph import Keeping
 from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.own_values import held
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
-from penstock.tape.places import Holder
+from penstock.tape.places import Holder, held
 from penstock.tape.probe import Probe
 from penstock.tape.running import OnGradient, Running
 from penstock.tape.saved_activations import SavedActivations, refuse_kept
