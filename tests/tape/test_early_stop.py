@@ -92,7 +92,7 @@ def tailed(*tail: Step) -> Case:
 
 def found(bench: Bench) -> list[LastProduct]:
     """What can be left out, of each block of which something can."""
-    return [last for facts in bench.tape.facts if (last := facts.call.last) is not None]
+    return [last for facts in bench.tape.facts if (last := facts.last) is not None]
 
 
 def both_ways(bench: Bench, case: Case, order: Order = vertical) -> tuple[int, Gradients]:

@@ -246,7 +246,7 @@ def never_read(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_tensor_that_nobody_reads_is_not_kept() -> None:
     _, bench = assert_exact(of(lambda: Stack(run=never_read)))
-    assert not any(stage.assigned or stage.call.finds for stage in bench.tape.facts)
+    assert not any(stage.assigned or stage.finds for stage in bench.tape.facts)
 
 
 def in_an_object(model: Any, mask: torch.Tensor) -> None:

@@ -217,9 +217,9 @@ def _refuse(handed: HandedOn, facts: Sequence[StageFacts], of_stages: Sequence[i
                     f"block {call.block!r}: what it is handed is read by others than it, or is no tensor of its own: "
                     f"a pipeline sends it away. Train with {_SHARING}"
                 )
-        if of_stages[k] and facts[k].call.buffers:
+        if of_stages[k] and facts[k].buffers:
             raise ModelError(
-                f"block {call.block!r} changes its buffer {facts[k].call.buffers[0][1]!r}, and of a pipeline each rank "
+                f"block {call.block!r} changes its buffer {facts[k].buffers[0][1]!r}, and of a pipeline each rank "
                 f"would have its own. Train with {_SHARING}"
             )
     last = handed.calls[-2]

@@ -12,10 +12,12 @@ from penstock.schedule.program import Stage
 from penstock.shape.model import StageTimes
 from penstock.tape import trees
 from penstock.tape.early_stop import last_of_all
-from penstock.tape.facts import Facts, StageFacts
+from penstock.tape.facts import StageFacts
 from penstock.tape.handed import HandedOn
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
+_OF_ANY = ("assigned", "buffers", "written", "finds", "around", "undoes")
+"""Facts that hold for all micro-batches if they do for one."""
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 
 
@@ -79,21 +81,15 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
     """The stages' facts by which the tape can run each of several micro-batches. ``probed``: those of each one."""
     joined = []
     for same in zip(*probed, strict=True):
-        buffers = tuple(dict.fromkeys(b for f in same for b in f.call.buffers))
-        written = tuple(dict.fromkeys(p for f in same for p in f.call.written))
-        call = Facts(
-            buffers=buffers,
-            written=written,
-            trains=any(f.call.trains for f in same),
-            reachable=any(f.call.reachable for f in same),
-            finds=tuple(dict.fromkeys(h for f in same for h in f.call.finds)),
-            around=tuple(dict.fromkeys(h for f in same for h in f.call.around)),
-            undoes=tuple(dict.fromkeys(h for f in same for h in f.call.undoes)),
-            last=last_of_all([f.call.last for f in same]),
+        facts = replace(
+            same[0],
+            offload=_movable_for_all([f.offload for f in same]),
+            trains=any(f.trains for f in same),
+            reachable=any(f.reachable for f in same),
+            last=last_of_all([f.last for f in same]),
+            **{name: tuple(dict.fromkeys(x for f in same for x in getattr(f, name))) for name in _OF_ANY},
         )
-        assigned = tuple(dict.fromkeys(a for f in same for a in f.assigned))
-        offload = _movable_for_all([f.offload for f in same])
-        joined.append(replace(same[0], call=call, offload=offload, assigned=assigned))
+        joined.append(facts)
     return tuple(joined)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.tape import trees
@@ -104,8 +104,7 @@ def settle(
     _note_around(segments, [*own, *carried])
     for change in changes:
         for index in change.after:
-            facts = segments[index].facts
-            segments[index].facts = replace(facts, undoes=(*facts.undoes, change.place))
+            segments[index].facts.undoes += (change.place,)
     return (f"what is in {carried[0].name!r}", carried[0].after) if carried else None
 
 
@@ -114,4 +113,4 @@ def _note_around(segments: Iterable[Segment], changes: Iterable[Change]) -> None
     around = tuple(change.place for change in changes if change.is_plain())
     for segment in segments:
         if segment.site is not None and around:
-            segment.facts = replace(segment.facts, around=around)
+            segment.facts.around = around

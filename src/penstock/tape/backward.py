@@ -9,7 +9,7 @@ A call whose graph is kept (``kept_graph``) is not computed again.
 """
 
 import contextvars
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,9 +42,9 @@ class Call:
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
     modules that have them; ``own``: the micro-batch's own values, and ``handed``: what was in the objects, dicts and
-    lists within its arguments, and in the places ``around`` it (``Facts``). ``graph``: the one that its backward goes
-    through; None: that has to be computed again, where it ``undoes`` what it changes in places.
-    ``last``: the product that can be left out of that.
+    lists within its arguments, and in the places ``around`` it (``StageFacts``). ``graph``: the one that its backward
+    goes through; None: that has to be computed again, where it ``undoes`` what it changes in places. ``last``: the
+    product that can be left out of that.
     """
 
     site: Site
@@ -237,21 +237,10 @@ class Backward:
         made = self._recompute(replace(call, modes=replace(call.modes, grad=grad)), {})
         return self.outputs.are_alike(stage, made)
 
-    def see(self, stage: int, *, buffers: tuple[Buffer, ...], attributes: HeldValues) -> None:
-        """In a probe: keep for its recomputation the buffers that a call has changed, and the plain attributes of their
-        modules, as they were before it."""
+    def amend(self, stage: int, **seen: Any) -> None:
+        """In a probe: keep for its recomputation more of what was seen of a call."""
         if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], buffers=buffers, attributes=attributes)
-
-    def find(self, stage: int, own: HeldValues, places: Container[Holder]) -> None:
-        """In a probe: keep for its recomputation the micro-batch's own values that a call has found, in some places."""
-        if stage in self.calls:
-            self.calls[stage] = replace(self.calls[stage], own=tuple(pair for pair in own if pair[0] in places))
-
-    def meet(self, stage: int, around: HeldValues) -> None:
-        """In a probe: keep for its recomputation what a call has found in other places."""
-        if stage in self.calls and around:
-            self.calls[stage] = replace(self.calls[stage], handed=(*self.calls[stage].handed, *around))
+            self.calls[stage] = replace(self.calls[stage], **seen)
 
     def call_elsewise(self, stage: int) -> None:
         """In a probe: run the block on other numbers, as another micro-batch may between a call and its recomputation.

@@ -55,8 +55,8 @@ def on_leaves(value: Any, leaves: Leaves) -> Any:
 
 class Keeping:
     """The graph of a call is to be kept. ``packer``: of what it saves; None: the weights stay where they are, and it
-    saves nothing that others reach (``Facts.reachable``), so that autograd keeps it by itself. ``number``: of the first
-    node that the call makes; ``leaves``: those that it is run on."""
+    saves nothing that others reach (``StageFacts.reachable``), so that autograd keeps it by itself. ``number``: of the
+    first node that the call makes; ``leaves``: those that it is run on."""
 
     def __init__(self, packer: graph.WeightPacker | None, number: int) -> None:
         self._packer = packer

@@ -8,7 +8,6 @@ storage is freed. What an op uses inside itself (a library's workspace) is not s
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +23,7 @@ from penstock.tape.again import Again, settle
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, attributes_beside, copies, tensor_attributes
 from penstock.tape.changes import Changes, Overwritten
-from penstock.tape.facts import Facts, Learned, Site
+from penstock.tape.facts import Learned, Site
 from penstock.tape.handed import Calls, HandedOn
 from penstock.tape.holders import Search
 from penstock.tape.kept_graph import Footprint
@@ -203,8 +202,7 @@ class Probe:
             self._watch.hold(-parameter.numel() * parameter.element_size())
         segment = self._segments[self._watch.segment]
         if segment.site is self._calling:  # and not its recomputation
-            written = tuple(parameter for parameter, _ in self._before.values())
-            segment.facts = replace(segment.facts, written=written)
+            segment.facts.written = tuple(parameter for parameter, _ in self._before.values())
         self._before.clear()
 
     def _refuse_moved(self) -> None:
@@ -300,11 +298,9 @@ class Probe:
         """Note if a call reads parameters that train, which need not be its block's own."""
         if self._calling is None:
             return
-        segment, suspended = self._segments[self._watch.segment], self._tape.suspended[0]
-        if segment.facts.trains:
-            return
-        if any(id(o.tensor) in self._group_of and o.tensor.requires_grad for o in op.inputs):
-            suspended.facts = segment.facts = replace(segment.facts, trains=True)
+        facts = self._segments[self._watch.segment].facts
+        if not facts.trains:
+            facts.trains = any(id(o.tensor) in self._group_of and o.tensor.requires_grad for o in op.inputs)
 
     def _who(self) -> str:
         """The code that runs now, in words."""
@@ -364,7 +360,7 @@ class Probe:
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
         with self._measuring(segment.forward, site), self._asked, seen:
-            self._running.run_call(suspended, self._watch.segment, Facts())
+            self._running.run_call(suspended, self._watch.segment, segment.facts)
         segment.products = self._watch.products[products:]
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=self._accesses.found_by(self._watch.segment))
         returned, suspended.returned, suspended.beside = suspended.returned, None, []
@@ -374,27 +370,26 @@ class Probe:
         changed = before.changed()
         buffers = copies((b.module, b.name, b.value) for b in changed)
         beside = attributes_beside(before.attributes, buffers)
-        suspended.backward.see(self._watch.segment, buffers=buffers, attributes=beside)
+        suspended.backward.amend(self._watch.segment, buffers=buffers, attributes=beside)
         segment.own = suspended.own.now(self._accesses.seen_by(self._watch.segment))
         suspended.own.note(self._accesses.written_in(self._watch.segment))
         self._changes.look(self._watch.segment, block=site.index)
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
         segment.left = left_on(site, attributes, returned_births, self._watch.birth)
-        segment.facts = replace(
-            segment.facts,
-            buffers=tuple((b.module, b.name) for b in changed),
-            reachable=self._watch.has_left(self._watch.segment, returned_births),
-        )
+        segment.facts.buffers = tuple((b.module, b.name) for b in changed)
+        segment.facts.reachable = self._watch.has_left(self._watch.segment, returned_births)
 
     def _note_handed_on(self, suspended: SuspendedForward) -> None:
         """Note behind which segments there are values that later ones read, and which calls find them."""
         self._changes.end(self._handed)
         plain = [change for change in self._changes.found if change.is_plain()]
         for index, segment in enumerate(self._segments):
-            segment.facts = replace(segment.facts, finds=tuple(self._accesses.found_by(index)))
-            suspended.backward.find(index, segment.own, segment.facts.finds)
-            suspended.backward.meet(index, tuple((change.place, change.at(index)) for change in plain))
+            segment.facts.finds = tuple(self._accesses.found_by(index))
+            if (call := suspended.backward.calls.get(index)) is not None:
+                own = tuple(pair for pair in segment.own if pair[0] in segment.facts.finds)
+                around = tuple((change.place, change.at(index)) for change in plain)
+                suspended.backward.amend(index, own=own, handed=(*call.handed, *around))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():
@@ -447,7 +442,7 @@ class Probe:
                     self._run_back(suspended, index)
                     if footprint is not None:
                         segment.graph = graph_of(footprint, segment)
-                        segment.facts = replace(segment.facts, reachable=segment.facts.reachable or footprint.older)
+                        segment.facts.reachable |= footprint.older
                 left_out = 0 if segment.facts.last is None else segment.facts.last.flops
                 segment.backward.work -= Work(flops=left_out)
                 segment.backward.work += Work(again=segment.forward.work.flops - left_out)
@@ -483,7 +478,7 @@ class Probe:
             self._stopping = None
         last, suspended.backward.last = suspended.backward.last, None
         if search is not None and last is not None and not search.has_left():
-            segment.facts = replace(segment.facts, last=last)
+            segment.facts.last = last
 
     def _split(self, suspended: SuspendedForward, index: int) -> InTwo | None:
         """Run a call's backward in two parts, besides: what each takes. None: it can only be run as a whole."""

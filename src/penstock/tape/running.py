@@ -17,7 +17,7 @@ from penstock.compat.torch import next_number
 from penstock.errors import ModelError
 from penstock.tape import rng
 from penstock.tape.boundary import Doing
-from penstock.tape.facts import Facts
+from penstock.tape.facts import StageFacts
 from penstock.tape.groups import ParamGroup
 from penstock.tape.parameters import GradientHooks
 from penstock.tape.refusals import NOTHING_TRAINS
@@ -71,7 +71,7 @@ class Running:
         suspended.backward.starts[stage] = next_number()
         return suspended.resume(stage)
 
-    def run_call(self, suspended: SuspendedForward, stage: int, facts: Facts, *, goes_on: bool = False) -> Event:
+    def run_call(self, suspended: SuspendedForward, stage: int, facts: StageFacts, *, goes_on: bool = False) -> Event:
         """Run the block that a forward is suspended at, and cut the graph behind it; with ``goes_on`` the model's own
         code behind that, too, up to its next event."""
         self._seed_for(suspended, stage, rng.FORWARD)

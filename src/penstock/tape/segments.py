@@ -5,7 +5,7 @@ on. A stage is a segment, or a call together with the code behind it when that c
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import torch
@@ -16,7 +16,7 @@ from penstock.schedule.program import Stage
 from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
 from penstock.tape.buffers import tensor_attributes
-from penstock.tape.facts import Facts, Site, StageFacts
+from penstock.tape.facts import Site, StageFacts
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.places import Held, Holder
 from penstock.tape.watch import Birth
@@ -61,7 +61,7 @@ class InTwo:
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
-    Of a call: ``facts`` as far as they are known; ``left``: the tensors that it has left on the block's modules, in
+    ``facts``: as far as they are known. Of a call: ``left``: the tensors that it has left on the block's modules, in
     words; ``reached`` says for each output whether a gradient came to it;
     ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph`` the bytes that its graph
     takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``; ``own``: what the
@@ -74,7 +74,7 @@ class Segment:
     gradients: set[int] = field(default_factory=set)
     inputs: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
-    facts: Facts = field(default_factory=Facts)
+    facts: StageFacts = field(default_factory=StageFacts)
     left: list[tuple[str, Birth]] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
@@ -164,7 +164,7 @@ class Stages:
             segment, boundary = self._segments[members[0]], self._boundary(stage)
             offload = tuple(boundary[p].place for p in self._offload[stage])
             assigned = tuple(dict.fromkeys(a for index in members for a in self._segments[index].assigned))
-            found.append(StageFacts(site=segment.site, call=segment.facts, offload=offload, assigned=assigned))
+            found.append(replace(segment.facts, site=segment.site, offload=offload, assigned=assigned))
         return tuple(found)
 
     # -- which tensors may leave the device -------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from penstock.tape import opaque, trees
 from penstock.tape.backward import Backward, Call
 from penstock.tape.buffers import Buffer, attributes_beside, attributes_of, copies, replaced
 from penstock.tape.cut import Cuts, SharedMemory
-from penstock.tape.facts import Facts, Site
+from penstock.tape.facts import Site, StageFacts
 from penstock.tape.holders import places_handed
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
@@ -80,7 +80,7 @@ class SuspendedForward:
         self.arrival: Arrival | None = None
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
-        self.facts = Facts()
+        self.facts = StageFacts()
         self.own = OwnValues()
         self.handed: Held = ()  # of the call that runs, ``Arrival.within``
         self.keeping: Keeping | None = None  # of the next call, whose graph is kept

@@ -383,10 +383,10 @@ class Tape:
                 event = self.running.run_code(suspended, stage)
         else:
             suspended.expect_call(stage, facts.site)
-            apart = stay and not facts.call.reachable
+            apart = stay and not facts.reachable
             suspended.keeping = Keeping(None if apart else self._packer(stage), next_number()) if keep else None
             goes_on = self.facts[stage + 1].site is not None and (self.elsewhere is None or self.elsewhere.goes_on)
-            event = self.running.run_call(suspended, stage, facts.call, goes_on=goes_on)
+            event = self.running.run_call(suspended, stage, facts, goes_on=goes_on)
         if self.elsewhere is None or self.elsewhere.goes_on:
             self._check_event(suspended, stage, event)
         self._note_saved_activation(suspended, stage)
