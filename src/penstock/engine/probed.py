@@ -16,7 +16,7 @@ from penstock.tape.facts import StageFacts
 from penstock.tape.handed import HandedOn
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
-_OF_ANY = ("assigned", "buffers", "written", "finds", "around", "undoes")
+_OF_ANY = ("assigned", "buffers", "written", "finds", "undoes")
 """Facts that hold for all micro-batches if they do for one."""
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 

@@ -92,7 +92,7 @@ def settle(
     segments, last, trials = again.segments, len(again.segments) - 1, Trials(changes, again, loss)
     again.tape.moving |= {change.place for change in changes if not change.is_mark}
     if not tries:
-        _note_around(segments, changes)
+        _note_found(segments, changes)
         return None
     carried = trials.carried(lambda tensor: (birth := birth_of(tensor)) is None or birth.depends)
     own = trials.own(carried, last)
@@ -101,16 +101,15 @@ def settle(
             segment.assigned.add(change.place)
     again.tape.restored |= {c.place for c in own if c.ends_as_begun and not c.is_of_one}
     again.tape.flowing |= {c.place for c in own if c.is_of_one}
-    _note_around(segments, [*own, *carried])
+    _note_found(segments, [*own, *carried])
     for change in changes:
         for index in change.after:
             segments[index].facts.undoes += (change.place,)
     return (f"what is in {carried[0].name!r}", carried[0].after) if carried else None
 
 
-def _note_around(segments: Iterable[Segment], changes: Iterable[Change]) -> None:
+def _note_found(segments: Iterable[Segment], changes: Iterable[Change]) -> None:
     """Note that blocks which are computed again are to find in places what their calls have found."""
-    around = tuple(change.place for change in changes if change.is_plain())
+    found = tuple(change.place for change in changes if change.is_plain())
     for segment in segments:
-        if segment.site is not None and around:
-            segment.facts.around = around
+        segment.facts.finds += found

@@ -30,7 +30,7 @@ from penstock.tape.kept_graph import Footprint, KeptGraph, Leaves, has_plain_arg
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.modes import Modes, TrainingFlags
 from penstock.tape.outside import Outside
-from penstock.tape.places import Entry, Holder, held
+from penstock.tape.places import Entry, Holder, held, values_in
 from penstock.tape.places import Held as HeldValues
 from penstock.tape.rng import RandomState
 from penstock.tape.split import Held, Splitting
@@ -41,10 +41,10 @@ class Call:
     """One block call as it is kept for its recomputation. ``inputs`` is (args, kwargs, values of ``containers``) as
     they were before it; ``versions`` and ``needed`` are theirs: of each, its version, and whether it needed a gradient.
     ``buffers``: those that it may have changed, as they were before it, and ``attributes``: the plain ones of the
-    modules that have them; ``own``: the micro-batch's own values, and ``handed``: what was in the objects, dicts and
-    lists within its arguments, and in the places ``around`` it (``StageFacts``). ``graph``: the one that its backward
-    goes through; None: that has to be computed again, where it ``undoes`` what it changes in places. ``last``: the
-    product that can be left out of that.
+    modules that have them; ``own``: what was in the places that it ``finds`` something in (``StageFacts``), and
+    ``handed``: in the objects, dicts and lists within its arguments. ``graph``: the one that its backward goes through;
+    None: that has to be computed again, where it ``undoes`` what it changes in places. ``last``: the product that can
+    be left out of that.
     """
 
     site: Site
@@ -65,8 +65,8 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """True if it can be run several times, and nothing is to be put in place for it."""
-        return not (self.buffers or self.own)
+        """True if it can be run several times."""
+        return not self.buffers
 
     def apart(self) -> "Call":
         """The same call, to be run besides: what it changes is its own."""
@@ -300,10 +300,15 @@ class Backward:
     def _as_it_was(self, call: Call) -> Iterator[None]:
         """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        left = tuple((place, place.now()) for place in call.undoes)
         beside = attributes_beside(((module, attributes_of(module)) for module, _, _ in call.buffers), call.buffers)
+        left = (*values_in(call.undoes), *beside)
         buffers = tuple((Entry(of=buffers_of(module), key=name), buffer) for module, name, buffer in call.buffers)
-        with held((*left, *beside)), held(call.own), held(call.handed), held((*buffers, *call.attributes)):
+        with (
+            held(left),
+            held(call.own),
+            held(call.handed),
+            held((*buffers, *call.attributes)),
+        ):
             try:
                 call.modes.printing_as(outer).apply(self._flags, outer)
                 yield

@@ -12,7 +12,7 @@ from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.generators import Generator, States, of_modules
-from penstock.tape.places import Entry, Held, Holder, put
+from penstock.tape.places import Entry, Held, Holder, put, values_in
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -69,7 +69,7 @@ class ModulesBefore:
         modules = list(module.named_modules())
         self.attributes = [(owner, attributes_of(owner)) for _, owner in modules]
         self._generators = States((*generators, *of_modules(owner for _, owner in modules)))
-        self._places = [(place, place.now()) for place in places]
+        self._places = values_in(places)
         self.buffers = [
             _before(owner, name, path, keeps=changing is None or (owner, name) in changing or name in persistent)
             for path, owner in modules

@@ -23,6 +23,7 @@ from penstock.schedule.program import Dealt
 from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
 from penstock.tape.handed import Handed, HandedOn, Kind, Sharing, difference, fill
+from penstock.tape.places import values_in
 from penstock.tape.rng import Drawn
 from penstock.tape.suspended import LossFn, SuspendedForward
 
@@ -247,7 +248,7 @@ class Elsewhere:
             suspended.answer = self._answer(k, mb, self._placeholder(site.name, call.result))
             assert tape.running.resume(suspended, k) == "cut"
             suspended.resume(k)
-            suspended.own.note(tape.facts[k].assigned)
+            suspended.own.update(values_in(tape.facts[k].assigned))
             if drawn.anything:
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "

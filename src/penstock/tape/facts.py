@@ -41,10 +41,10 @@ class StageFacts:
     lose another micro-batch's. ``buffers``: the buffers that the call changes, as (module, name). ``written``:
     parameters that it writes to, and that are to be what they were. ``trains``: it reads parameters that train, be they
     the block's own. ``reachable``: its graph may have tensors that others reach, besides weights, inputs and what it
-    returns: from before the call, or such as it leaves behind. ``finds``: the places of values that earlier stages
-    assign for it. ``around``: places outside of modules and arguments that forwards change, and that are to hold in its
-    recomputation what they do in the call; ``undoes``: those that the call changes, and its recomputation is not to.
-    ``last``: the product that its recomputation can do without.
+    returns: from before the call, or such as it leaves behind. ``finds``: places that are to hold in its recomputation
+    what they do in the call: attributes that earlier stages assign for it, and places outside of modules and arguments
+    that forwards change; ``undoes``: those that the call changes, and its recomputation is not to. ``last``: the
+    product that its recomputation can do without.
     """
 
     site: Site | None = None
@@ -55,7 +55,6 @@ class StageFacts:
     trains: bool = False
     reachable: bool = False
     finds: tuple[Holder, ...] = ()
-    around: tuple[Holder, ...] = ()
     undoes: tuple[Holder, ...] = ()
     last: LastProduct | None = None
 

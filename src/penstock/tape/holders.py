@@ -1,7 +1,7 @@
 """The search for places in which a model's own code keeps values for later (``places``).
 
 There is one such place for all micro-batches that are under way. So each has its own values, which are put there when
-its forward goes on (``own_values``).
+its forward goes on (``places``).
 """
 
 import array

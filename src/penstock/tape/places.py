@@ -1,6 +1,10 @@
 """Places for values: attributes, entries of dicts, lists, variables.
 
-``holders`` finds those in which a model's own code keeps something.
+Forwards that are under way share them. The probe learns which attributes are assigned in one stage and read in a later
+one (``accesses``), which other places the model's own code reads tensors of earlier stages from (``holders``), or
+changes (``changes``), and which are within what blocks are handed. Behind each such stage the micro-batch's own values
+are noted, and when it goes on, or a block that reads them is computed again, they are there as its forward has left
+them.
 """
 
 import array
@@ -292,6 +296,11 @@ Steps = tuple[Step, ...]
 """A way as it is found: see ``holders.along``."""
 
 
+def values_in(places: Iterable[Holder]) -> Held:
+    """What is in these places now."""
+    return tuple((place, place.now()) for place in places)
+
+
 def put(values: Iterable[tuple[Holder, Any]]) -> None:
     for holder, value in sorted(values, key=lambda pair: pair[0].depth):
         holder.put(value)
@@ -300,7 +309,7 @@ def put(values: Iterable[tuple[Holder, Any]]) -> None:
 @contextmanager
 def held(values: Held) -> Iterator[None]:
     """Inside, these values are there, and afterwards those that were."""
-    before = [(holder, holder.now()) for holder, _ in values]
+    before = values_in(holder for holder, _ in values)
     put(values)
     try:
         yield

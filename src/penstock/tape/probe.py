@@ -19,6 +19,7 @@ from penstock.errors import ModelError
 from penstock.schedule.program import OF_BLOCK
 from penstock.schedule.work import Work
 from penstock.tape import early_stop, graph, trees
+from penstock.tape.accesses import Accesses
 from penstock.tape.again import Again, settle
 from penstock.tape.asked import Asked
 from penstock.tape.buffers import ModulesBefore, attributes_beside, copies, tensor_attributes
@@ -30,9 +31,8 @@ from penstock.tape.kept_graph import Footprint
 from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.own_values import Accesses
 from penstock.tape.parameters import versions
-from penstock.tape.places import Holder
+from penstock.tape.places import Holder, values_in
 from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of, left_on, refuse_kept
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -338,7 +338,7 @@ class Probe:
             with self._asked, self._losses, watching, self._accesses.during(self._watch.segment):
                 event = self._running.run_code(suspended, self._watch.segment)
             self._smuggled.end(kept=() if event == "done" else self._search)  # nothing reads it any more
-            suspended.own.note(self._accesses.written_in(self._watch.segment))
+            suspended.own.update(values_in(self._accesses.written_in(self._watch.segment)))
             self._changes.look(self._watch.segment, ahead=suspended.arrival.site.index if suspended.arrival else None)
             if event == "done":
                 assert suspended.loss is not None
@@ -358,8 +358,8 @@ class Probe:
         before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
-        seen = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
-        with self._measuring(segment.forward, site), self._asked, seen:
+        during = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
+        with self._measuring(segment.forward, site), self._asked, during:
             self._running.run_call(suspended, self._watch.segment, segment.facts)
         segment.products = self._watch.products[products:]
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=self._accesses.found_by(self._watch.segment))
@@ -371,8 +371,9 @@ class Probe:
         buffers = copies((b.module, b.name, b.value) for b in changed)
         beside = attributes_beside(before.attributes, buffers)
         suspended.backward.amend(self._watch.segment, buffers=buffers, attributes=beside)
-        segment.own = suspended.own.now(self._accesses.seen_by(self._watch.segment))
-        suspended.own.note(self._accesses.written_in(self._watch.segment))
+        seen = self._accesses.seen_by(self._watch.segment)
+        segment.own = tuple((place, suspended.own[place]) for place in seen if place in suspended.own)
+        suspended.own.update(values_in(self._accesses.written_in(self._watch.segment)))
         self._changes.look(self._watch.segment, block=site.index)
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
@@ -386,10 +387,9 @@ class Probe:
         plain = [change for change in self._changes.found if change.is_plain()]
         for index, segment in enumerate(self._segments):
             segment.facts.finds = tuple(self._accesses.found_by(index))
-            if (call := suspended.backward.calls.get(index)) is not None:
-                own = tuple(pair for pair in segment.own if pair[0] in segment.facts.finds)
-                around = tuple((change.place, change.at(index)) for change in plain)
-                suspended.backward.amend(index, own=own, handed=(*call.handed, *around))
+            own = [pair for pair in segment.own if pair[0] in segment.facts.finds]
+            around = ((change.place, change.at(index)) for change in plain)
+            suspended.backward.amend(index, own=(*own, *around))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():

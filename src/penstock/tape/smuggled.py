@@ -16,12 +16,12 @@ from torch import nn
 from penstock.compat.torch import COPY_TO, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.accesses import Accesses
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
 from penstock.tape.generators import Generator, States
 from penstock.tape.holders import along, tensors_in
 from penstock.tape.outside import Outside
-from penstock.tape.own_values import Accesses
 from penstock.tape.places import Holder, Steps, Way
 from penstock.tape.watch import Op, Operand, Watch, packets
 from penstock.tape.weight_views import Alias

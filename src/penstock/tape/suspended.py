@@ -31,8 +31,7 @@ from penstock.tape.holders import places_handed
 from penstock.tape.kept_graph import Keeping, KeptGraph, has_plain_arguments, is_closed, on_leaves
 from penstock.tape.kv_cache import without_caches
 from penstock.tape.modes import Modes, Stacks, TrainingFlags, refuse_stacked
-from penstock.tape.own_values import OwnValues
-from penstock.tape.places import Contents, Held, put
+from penstock.tape.places import Contents, Held, Holder, put, values_in
 from penstock.tape.rng import TorchState
 from penstock.tape.watch import CHANGES, put_back
 
@@ -81,7 +80,7 @@ class SuspendedForward:
         self.outputs: list[torch.Tensor] = []  # what the latest call made, until the next event
         self.loss: torch.Tensor | None = None
         self.facts = StageFacts()
-        self.own = OwnValues()
+        self.own: dict[Holder, Any] = {}  # what its code has put into places that it shares with others
         self.handed: Held = ()  # of the call that runs, ``Arrival.within``
         self.keeping: Keeping | None = None  # of the next call, whose graph is kept
         self.answer: Callable[[], Any] | None = (
@@ -264,7 +263,7 @@ class SuspendedForward:
         context.run(_forget, held)
         modes = self.modes  # which it goes on in from the call on
         wanted = modes.grad and (site.trainable or self.facts.trains or any(needed))
-        around = tuple((place, place.now()) for place in self.facts.around)
+        own = values_in(self.facts.finds)
         hidden = opaque.hidden(live)
         opaque.refuse_inputs(site.name, hidden)
         beside = [tensor for _, tensor in hidden.values() if tensor is not None]
@@ -320,8 +319,8 @@ class SuspendedForward:
                 outputs=tuple(cuts.leaves),
                 buffers=saved,
                 attributes=attributes_beside(attributes, saved),
-                own=self.own.now(self.facts.finds),
-                handed=(*self.handed, *around),
+                own=own,
+                handed=self.handed,
                 graph=None if keeping is None else self._kept(cuts.originals, before, keeping),
                 undoes=self.facts.undoes,
                 last=self.facts.last,

@@ -35,7 +35,7 @@ from penstock.tape.kv_cache import CachesOff
 from penstock.tape.let_go import LetGoError
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import refuse_changed, refuse_written, versions
-from penstock.tape.places import Holder, held
+from penstock.tape.places import Holder, held, put, values_in
 from penstock.tape.probe import Probe
 from penstock.tape.running import OnGradient, Running
 from penstock.tape.saved_activations import SavedActivations, refuse_kept
@@ -264,13 +264,13 @@ class Tape:
         suspended = self.suspended[mb]
         last = stage == len(self._stages) - 1
         others = self.flowing.difference(self.facts[stage].assigned)
-        shared = tuple((place, place.now()) for place in (others if last else self.restored | others))
+        shared = values_in(others if last else self.restored | others)
         with self._named(stage, mb), held(shared):
-            suspended.own.put()
+            put(suspended.own.items())
             if self.elsewhere is not None:
                 self.elsewhere.before(suspended, stage)
             self._forward(stage, suspended, keep=keep, stay=stay)
-            suspended.own.note(self.facts[stage].assigned)
+            suspended.own.update(values_in(self.facts[stage].assigned))
             if self.elsewhere is not None:
                 self.elsewhere.behind(suspended, stage)
             if last:

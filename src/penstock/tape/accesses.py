@@ -1,12 +1,9 @@
-"""The values that one micro-batch's forward has put into places which it shares with others (``holders``).
+"""Attributes of modules that one segment of a forward reads or assigns: values that it has for later ones.
 
-The probe learns which attributes are assigned in one stage and read in a later one, which other places the model's own
-code reads tensors of earlier stages from, and which are within what blocks are handed. Behind each such stage the
-micro-batch's own values are noted, and when it goes on, or a block that reads them is computed again, they are there as
-its forward has left them.
+The probe learns which are assigned in one stage and read in a later one, by the same micro-batch or the next.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +13,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.places import Entry, Held, Holder, put, same
+from penstock.tape.places import Entry, Holder, same
 
 Attribute = tuple[nn.Module, str]
 """A module and the name of one of its attributes."""
@@ -125,26 +122,3 @@ def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> 
 def _place(attribute: Attribute) -> Holder:
     module, name = attribute
     return Entry(of=buffers_of(module) if name in buffers_of(module) else vars(module), key=name)
-
-
-class OwnValues:
-    """The values of one micro-batch, as its forward has left them."""
-
-    def __init__(self) -> None:
-        self._values: dict[Holder, Any] = {}
-
-    def note(self, assigned: Iterable[Holder]) -> None:
-        """The forward stops behind code that assigns these."""
-        self._values.update((holder, holder.now()) for holder in assigned)
-
-    def put(self) -> None:
-        """The forward goes on."""
-        put(self._values.items())
-
-    def clear(self) -> None:
-        """The forward has ended."""
-        self._values.clear()
-
-    def now(self, holders: Iterable[Holder]) -> Held:
-        """The values in some places, where there are any."""
-        return tuple((holder, self._values[holder]) for holder in holders if holder in self._values)
