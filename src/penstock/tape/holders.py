@@ -24,7 +24,6 @@ from penstock.tape import trees
 from penstock.tape.buffers import attributes_of
 from penstock.tape.code import globals_of, is_of_a_model, reached
 from penstock.tape.generators import KINDS, Generator, is_own, of_modules
-from penstock.tape.opaque import slots_of
 from penstock.tape.places import (
     ABSENT,
     Additions,
@@ -45,6 +44,7 @@ from penstock.tape.places import (
     attributes_within,
     items_of,
     name_of,
+    slots_of,
 )
 
 _MOST = 20_000
@@ -103,6 +103,11 @@ class Search:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, Steps]]:
         return ((item, way) for item, way in self._all(self._others) if isinstance(item, torch.Tensor))
 
+    def tensors_in(self, places: Iterable[Holder]) -> Iterator[torch.Tensor]:
+        """The tensors that are in these places, and within what is there."""
+        found = self._walk((((), place.now()) for place in places), set())
+        return (item for item, _ in found if isinstance(item, torch.Tensor))
+
     def generators(self) -> Iterator[Generator]:
         """The model's generators of random numbers. Not those of an object whose method is the loss function, as of a
         trainer, which draws data from them."""
@@ -147,7 +152,7 @@ class Search:
         """The values at which a search begins, each with the way to it."""
         yield from (((), other) for other in others)
         for item in code:
-            yield from ((() if step is None else (step,), part) for step, part in _parts(item) if self._may_hold(part))
+            yield from ((() if step is None else (step,), part) for step, part in parts(item) if self._may_hold(part))
         for entry in known:
             if (value := entry.now()) is not ABSENT:
                 yield ((Entry, entry.of, entry.key),), value
@@ -242,21 +247,6 @@ def along(way: Iterable[Step]) -> Iterator[Holder]:
         before = kind(of=of, key=key).now()
 
 
-def tensors_in(holders: Iterable[Holder]) -> list[torch.Tensor]:
-    """The tensors that are in these places, and within what is there."""
-    queue, seen, found = deque(holder.now() for holder in holders), set[int](), []
-    for _ in range(_MOST):
-        if not queue:
-            break
-        item = queue.popleft()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif id(item) not in seen and not isinstance(item, _WITHOUT):
-            seen.add(id(item))
-            queue += (part for _, part in islice(_within(item), _MOST_OF_ONE))
-    return found
-
-
 def places_handed(arguments: Iterable[Any]) -> tuple[tuple[Holder, Any], ...]:
     """All dicts, lists, attributes of objects and variables of functions within arguments, the nearest first, each with
     what is there now; without tables of more than ``_MOST_OF_ONE`` values, which nobody sets in a forward."""
@@ -302,8 +292,12 @@ def _places(item: Any) -> Iterator[Step]:
     attributes = attributes_within(item)
     if attributes is not None:
         yield Attributes, attributes, None
-    # Those of classes in C may be there to be read alone.
-    yield from ((Slot, item, slot) for slot in slots_of(type(item)) if "__slots__" in vars(slot.__objclass__))
+    yield from ((Slot, item, slot) for slot in slots_of(type(item)) if _may_be_set(slot))
+
+
+def _may_be_set(slot: types.MemberDescriptorType) -> bool:
+    """False of the slots of classes in C, which may be there to be read alone."""
+    return "__slots__" in vars(slot.__objclass__)
 
 
 def _is_array(item: Any) -> bool:
@@ -327,12 +321,12 @@ def _fixed(item: Any) -> Collection[Any]:
 def _within(item: Any) -> Iterator[tuple[Step | None, Any]]:
     """The values within an object, and of a function those that it refers to, each with its holder; with none where it
     can only be put back with the object."""
-    yield from _parts(item)
+    yield from parts(item)
     if isinstance(item, types.FunctionType):
         yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
 
 
-def _parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
+def parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
     """The values within an object: see ``_within``."""
     if isinstance(item, type):
         members = list(vars(item).items())
@@ -349,8 +343,10 @@ def _parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
             yield from (((each, of, key), value) for key, value in list(islice(dict.items(of), _MOST_OF_ONE)))
         elif kind is Contents:
             yield from ((step, part) for part in list(islice(items_of(of), _MOST_OF_ONE)))
-        elif (value := _holder(step).now()) is not ABSENT:
+        elif kind is not Numbers and (value := _holder(step).now()) is not ABSENT:
             yield step, value
+    read_alone = (Slot(of=item, key=slot).now() for slot in slots_of(type(item)) if not _may_be_set(slot))
+    yield from ((None, value) for value in read_alone if value is not ABSENT)
 
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:

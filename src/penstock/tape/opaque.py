@@ -4,13 +4,9 @@ Containers that ``trees`` knows can be copied around other tensors, which cuttin
 Of any other object only its attributes are searched, so that a tensor in it is an error and not a missing gradient.
 """
 
-import contextlib
-import dataclasses
 import enum
-import functools
 import types
-import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,6 +14,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.tape import trees
+from penstock.tape.holders import parts
 
 _MOST = 10_000
 """Objects that are looked at in one search."""
@@ -102,50 +99,13 @@ def _search(value: Any) -> Iterator[tuple[type | None, Any]]:
                 yield type(item), item
         elif not isinstance(item, _PLAIN) and id(item) not in seen:
             seen.add(id(item))
-            known = isinstance(item, tuple) or trees.is_mutable_container(item)
-            inside = holder if known else holder or type(item)
-            stack += [(part, inside) for part in _elements(item)]
-            fields = {f.name for f in dataclasses.fields(item)} if trees.is_record(item) else set()
-            # What a known container has besides its entries is as unknown.
-            stack += [(part, holder if name in fields else holder or type(item)) for name, part in _attributes(item)]
+            # What a known container has besides its entries is as unknown. They come first: what is in both is known.
+            stack += [(part, holder or kind) for part in (*_elements(item), *(part for _, part in parts(item)))]
+            if trees.is_container(item):
+                stack += [(part, holder) for _, part in trees.entries(item)]
 
 
 def _elements(item: Any) -> list[Any]:
     if isinstance(item, Mapping):
         return [item[key] for key in list(item)]
     return list(item) if isinstance(item, Sequence | Set) else []
-
-
-def _attributes(item: Any) -> list[tuple[str, Any]]:
-    """The attributes of an object by name, without running code of its own."""
-    if isinstance(item, functools.partial):
-        return [("func", item.func), ("args", item.args), ("keywords", item.keywords)]
-    if isinstance(item, types.MethodType):
-        return [("self", item.__self__), ("func", item.__func__)]
-    if isinstance(item, types.FunctionType):
-        return [("", part) for part in (*_cells(item), item.__defaults__, item.__kwdefaults__)]
-    found: list[tuple[str, Any]] = []
-    with contextlib.suppress(AttributeError):
-        found += object.__getattribute__(item, "__dict__").items()
-    for slot in slots_of(type(item)):
-        with contextlib.suppress(AttributeError):  # of a slot that is empty
-            found.append((slot.__name__, slot.__get__(item)))
-    return found
-
-
-_KNOWN_SLOTS: MutableMapping[type, tuple[types.MemberDescriptorType, ...]] = weakref.WeakKeyDictionary()
-
-
-def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """The slots of a class and of its bases, but for Python's own."""
-    if kind not in _KNOWN_SLOTS:
-        classes = [cls for cls in kind.__mro__ if cls.__module__ != "builtins"]
-        found = (d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
-        _KNOWN_SLOTS[kind] = tuple(found)
-    return _KNOWN_SLOTS[kind]
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # of one that is not set yet
-            yield cell.cell_contents

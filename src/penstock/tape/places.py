@@ -10,9 +10,11 @@ them.
 import array
 import operator
 import threading
+import types
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -333,3 +335,15 @@ def attributes_within(item: object) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+_KNOWN_SLOTS: MutableMapping[type, tuple[types.MemberDescriptorType, ...]] = weakref.WeakKeyDictionary()
+
+
+def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The slots of a class and of its bases, but for Python's own."""
+    if kind not in _KNOWN_SLOTS:
+        classes = [cls for cls in kind.__mro__ if cls.__module__ != "builtins"]
+        found = (d for cls in classes for d in vars(cls).values() if isinstance(d, types.MemberDescriptorType))
+        _KNOWN_SLOTS[kind] = tuple(found)
+    return _KNOWN_SLOTS[kind]

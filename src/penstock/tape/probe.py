@@ -361,7 +361,8 @@ class Probe:
         with self._measuring(segment.forward, site), self._asked, during:
             self._running.run_call(suspended, self._watch.segment, segment.facts)
         segment.products = self._watch.products[products:]
-        self._smuggled.end([*suspended.outputs, *suspended.beside], found=self._accesses.found_by(self._watch.segment))
+        found = self._search.tensors_in(self._accesses.found_by(self._watch.segment))
+        self._smuggled.end([*suspended.outputs, *suspended.beside], found=found)
         returned, suspended.returned, suspended.beside = suspended.returned, None, []
         self._seen.returned(self._watch.segment, returned, suspended.outputs)
         self._made = weakref.ref(suspended.outputs[0]) if len(suspended.outputs) == 1 else None

@@ -20,7 +20,7 @@ from penstock.tape.accesses import Accesses
 from penstock.tape.buffers import ModulesBefore, attribute_with
 from penstock.tape.carried import Carried, Replaced
 from penstock.tape.generators import States
-from penstock.tape.holders import along, tensors_in
+from penstock.tape.holders import along
 from penstock.tape.outside import Outside
 from penstock.tape.places import Holder, Steps, Way
 from penstock.tape.watch import Op, Operand, Watch, packets
@@ -87,11 +87,11 @@ class Smuggled:
         self,
         returned: Iterable[torch.Tensor] = (),
         kept: Iterable[tuple[torch.Tensor, Steps]] = (),
-        found: Iterable[Holder] = (),
+        found: Iterable[torch.Tensor] = (),
     ) -> None:
         """The segment has ended, and has ``returned`` these tensors; places of the model's own code hold those that are
-        ``kept``; it has ``found`` what is in these, each micro-batch its own."""
-        known = {storage_key(t) for t in tensors_in(found) if trees.has_storage(t)} if self._beside else set()
+        ``kept``; it has ``found`` these in places, each micro-batch its own."""
+        known = {storage_key(t) for t in found if trees.has_storage(t)} if self._beside else set()
         for storage, tensor in self._beside.items():
             if storage not in known:
                 self._find("{} reads {} that is none of its arguments", tensor)
