@@ -23,7 +23,7 @@ import penstock
 from penstock.engine.fate import State
 from penstock.errors import ConfigError, ModelError, NonFiniteError, StoreError
 from penstock.state.values import Values
-from penstock.tape.rng import Drawn
+from penstock.tape.rng import RandomState
 from tests.conftest import Campaign
 from tests.models import VOCABULARY
 from tests.training import abandon, assert_same_state, budget, default_dtype, state_of
@@ -427,9 +427,9 @@ def test_whatever_is_called_an_engine_does_what_it_would_alone(campaign: Campaig
             for _ in range(MOST):
                 call = rng.choice(CALLS)
                 life.log.append(call.__name__)
-                drawn = Drawn.mark(CPU)
+                state = RandomState.capture(CPU)
                 call(life)
-                assert call is Life.drawn or not drawn.anything or call in (Life.reopened, Life.killed, Life.broken_off)
+                assert call is Life.drawn or state.is_now() or call in (Life.reopened, Life.killed, Life.broken_off)
                 life.check()
             life.look()
             life.look_at_all()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.tape.rng import Drawn, seed_on_cpu
+from penstock.tape.rng import RandomState, seed_on_cpu
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], object]] = {
@@ -27,7 +27,7 @@ def test_whatever_is_drawn_is_noticed_and_nothing_else(before: str, draw: str) -
     seed_on_cpu(1)
     if before != "nothing":
         DRAWS[before]()
-    mark = Drawn.mark(CPU)
-    assert not mark.anything
+    state = RandomState.capture(CPU)
+    assert state.is_now()
     DRAWS[draw]()
-    assert mark.anything == (draw != before or not draw.startswith("seeded")), "who is seeded alike begins anew"
+    assert state.is_now() == (draw == before and draw.startswith("seeded")), "who is seeded alike begins anew"

@@ -24,7 +24,7 @@ from penstock.tape import trees
 from penstock.tape.cut import Leaf, begun
 from penstock.tape.handed import Handed, HandedOn, Kind, Sharing, difference, fill
 from penstock.tape.places import values_in
-from penstock.tape.rng import Drawn
+from penstock.tape.rng import RandomState
 from penstock.tape.suspended import LossFn, SuspendedForward
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Elsewhere:
     def _run_ahead(self, suspended: SuspendedForward, stage: int) -> None:
         """Run the model's code through the calls of other ranks, up to the next one of this rank."""
         tape, mb = self._tape, suspended.index
-        drawn = Drawn.mark(tape.device)
+        random = RandomState.capture(tape.device)
         for k in self._dealt.others_after(stage):
             site = tape.facts[k].site
             assert site is not None
@@ -249,7 +249,7 @@ class Elsewhere:
             assert tape.running.resume(suspended, k) == "cut"
             suspended.resume(k)
             suspended.own.update(values_in(tape.facts[k].assigned))
-            if drawn.anything:
+            if not random.is_now():
                 raise ModelError(
                     f"the model's own code draws random numbers behind block {site.name!r}, which another rank of the "
                     "pipeline has, and they would be others than those of one rank. Train with ranks that share all "

@@ -4,14 +4,12 @@ Dropout must draw the same numbers when a block is recomputed, and whatever the 
 the generators are seeded from (seed, step, micro-batch, stage, part) and from nothing else.
 """
 
-import ctypes
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 FORWARD = 0
 """``part`` of a stage's forward, and of its recomputation."""
@@ -21,8 +19,6 @@ BACKWARD = 1
 _MASK = (1 << 64) - 1
 _NUMPY = (1 << 32) - 1
 """The largest seed of numpy's."""
-_TWISTER = 625 * 4
-"""Bytes of a Mersenne twister: 624 words, and which is next."""
 
 
 def mix(*values: int) -> int:
@@ -50,10 +46,8 @@ def seed(
 
 def seed_on_cpu(value: int) -> None:
     """Seed the global generators of Python, of numpy and of torch on the CPU."""
-    global _seeded
     random.seed(value)
     np.random.seed(value & _NUMPY)  # noqa: NPY002  what models draw from
-    _seeded = _numpy_memory()
     torch.default_generator.manual_seed(value)
 
 
@@ -98,6 +92,10 @@ class RandomState:
     def capture(cls, device: torch.device) -> "RandomState":
         return cls(of_torch=TorchState.capture(device), of_python=random.getstate(), of_numpy=_numpy_state())
 
+    def is_now(self) -> bool:
+        """True if nothing was drawn, or seeded, since."""
+        return self.of_torch.is_now() and self.only_torch_has_drawn()
+
     def only_torch_has_drawn(self) -> bool:
         """True if nothing was drawn from Python's or numpy's generators since."""
         return _same_state(self.of_numpy, _numpy_state()) and self.of_python == random.getstate()
@@ -106,48 +104,6 @@ class RandomState:
         self.of_torch.restore()
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)  # noqa: NPY002  what models draw from
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """Tells whether anything is drawn from a global generator from now on. Cheaper than a ``RandomState``, which can be
-    put back: numpy takes longer to give its state than all others together."""
-
-    of_torch: TorchState
-    of_python: tuple[Any, ...]
-    memory: bytes | None
-    of_numpy: Any
-    """None: nothing was drawn from numpy's generator since it was seeded, and all of its state is in ``memory``"""
-
-    @classmethod
-    def mark(cls, device: torch.device) -> "Drawn":
-        memory = _numpy_memory()
-        untouched = memory is not None and memory == _seeded
-        return cls(
-            of_torch=TorchState.capture(device),
-            of_python=random.getstate(),
-            memory=memory,
-            of_numpy=None if untouched else _numpy_state(),
-        )
-
-    @property
-    def anything(self) -> bool:
-        """True if something was drawn, or seeded, since."""
-        if not self.of_torch.is_now() or self.of_python != random.getstate() or self.memory != _numpy_memory():
-            return True
-        return self.of_numpy is not None and not _same_state(self.of_numpy, _numpy_state())
-
-
-_seeded: bytes | None = None
-"""numpy's memory when it was seeded last, from when on it has kept no second number of a pair of normal ones"""
-
-
-def _numpy_memory() -> bytes | None:
-    """The memory of numpy's global generator; None: it is of another kind than it usually is."""
-    generator = mtrand.get_bit_generator()
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _TWISTER)
 
 
 def _same_state(before: Any, now: Any) -> bool:
