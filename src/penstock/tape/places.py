@@ -299,7 +299,7 @@ Steps = tuple[Step, ...]
 
 
 def values_in(places: Iterable[Holder]) -> Held:
-    """What is in these places now."""
+    """These places, each with the value that is there now."""
     return tuple((place, place.now()) for place in places)
 
 
