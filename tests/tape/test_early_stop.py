@@ -130,6 +130,25 @@ def test_what_is_read_is_computed_again(steps: Step) -> None:
     assert both_ways(bench, case)[0] == 0
 
 
+class Told(Tailed):
+    told = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.told)
+
+
+def test_a_block_that_is_told_something_by_its_model_is_not_computed_to_its_end() -> None:
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            layer.told = 1 + float(x.detach().mean())
+            x = layer(x)
+        return x
+
+    bench = probed(case := stack(Told, run))
+    assert len(found(bench)) == 3
+    assert both_ways(bench, case)[0] == 3 * 3
+
+
 @given(st.data())
 @settings(max_examples=12)
 def test_whatever_comes_behind_a_product_has_the_same_gradients(data: st.DataObject) -> None:
