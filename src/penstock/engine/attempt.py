@@ -146,9 +146,9 @@ class Attempt:
             if bad.size and (found is None or stage.index > found[0]):
                 first, end = int(bad[-1]) * ALIGN, (int(bad[-1]) + 1) * ALIGN
                 own = [s for s in self.resources.groups[g].slices if s.trainable]
-                *others, last = [s.name for s in own if s.offset < end and first < s.offset + s.numel]
-                names = f"{', '.join(others)} or {last}" if others else last
-                found = stage.index, f"the gradient of {names} ({stage.name})"
+                names = [s.name for s in own if s.offset < end and first < s.offset + s.numel]
+                which = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+                found = stage.index, f"the gradient of {which} ({stage.name})"
         of_all = self.resources.ranks.gather_objects("gradient that is not finite", found)
         return max((one for one in of_all if one is not None), default=(0, "a gradient"))[1]
 
