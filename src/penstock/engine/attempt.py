@@ -16,8 +16,9 @@ What happens when is the machine's to say (``fate``); here is how each action is
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,11 @@ from penstock.engine import batch
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
 from penstock.engine.resources import EngineResources
-from penstock.engine.runner import Runner, Totals
+from penstock.engine.runner import Runner
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.context import StepContext, Verdict
+from penstock.schedule.ir.lanes import Lane
 from penstock.schedule.program import ALIGN
 from penstock.state.stats import StepStats
 from penstock.tape.buffers import ModulesBefore
@@ -75,8 +77,9 @@ class Attempt:
     trace: Sequence[TraceEvent] = ()
     samples: Sequence[MemorySample] = ()
     stats: StepStats | None = None
-    _spent: Totals | None = None
-    """bytes that the runs before this one have moved, and what was read to drop them, and the seconds of both"""
+    _moved: defaultdict[Lane, int] = field(default_factory=lambda: defaultdict(int))
+    _busy: defaultdict[Lane, float] = field(default_factory=lambda: defaultdict(float))
+    """bytes that its runs have moved so far, with what was read to drop them, and the seconds of both, by lane"""
 
     @property
     def actions(self) -> Actions:
@@ -187,13 +190,14 @@ class Attempt:
 
     def _drop(self) -> Event:
         began = time.perf_counter()
-        nbytes = self.resources.arrays.drop_step()
-        spent = self.runner.totals().with_read(nbytes, time.perf_counter() - began)
-        self._spent = spent if self._spent is None else self._spent + spent
+        if nbytes := self.resources.arrays.drop_step():
+            self._moved["read"] += nbytes
+            self._busy["read"] += time.perf_counter() - began
+        self.runner.count(self._moved, self._busy)
         self.before.put_back()
         if self.durability.state is State.SKIPPING:
             log.warning("%s; nothing was updated", self._not_finite)
-            self._report(self._spent)
+            self._report()
         return Event.DROPPED
 
     def _repeat(self) -> Event:
@@ -210,8 +214,8 @@ class Attempt:
         return self._run()
 
     def _fill(self) -> Event:
-        totals = self.runner.totals()
-        self._report(totals if self._spent is None else totals + self._spent)
+        self.runner.count(self._moved, self._busy)
+        self._report()
         self.resources.arrays.complete_step(self.runner.bound.late_elements)
         return Event.FILLED
 
@@ -227,8 +231,8 @@ class Attempt:
         self.durability.hold(self.context.step, self.context.update, self.resources.buffers.tensors())
         return Event.DELAYED
 
-    def _report(self, totals: Totals) -> None:
-        """Set the step's trace, samples and statistics, all but those of its commit. ``totals``: of all its runs."""
+    def _report(self) -> None:
+        """Set the step's trace, samples and statistics, all but those of its commit."""
         context, runner, ranks = self.context, self.runner, self.resources.ranks.sharing
         assert context.norm is not None
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
@@ -249,7 +253,7 @@ class Attempt:
             non_finite=self.non_finite,
             loss_scale=context.loss_scale,
             flops=math.fsum(flops for flops, *_ in told),
-            bytes_moved=dict(totals.moved),
-            lane_seconds=dict(totals.busy),
+            bytes_moved=dict(self._moved),
+            lane_seconds=dict(self._busy),
             peak_bytes=dict(runner.pools.peak),
         )
