@@ -60,7 +60,7 @@ class StoreError(OSError):
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or a gradient is infinite or NaN; names the step and the micro-batch."""
+    """A loss or a gradient is infinite or NaN; names the step, and the micro-batch of a loss."""
 
 
 class RankError(RuntimeError):

@@ -16,10 +16,11 @@ from torch import nn
 
 import penstock
 from penstock import accelerator
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, NonFiniteError
 from penstock.optim import kernels
 from penstock.state.memory import HostSlab
 from tests.accelerator import DEVICE
+from tests.engine import test_repair as repair
 from tests.models import MODELS, TIED, causal_lm, llama
 from tests.stacks import Layer, Stack, stack
 from tests.training import (
@@ -191,6 +192,20 @@ def test_without_clipping_the_norm_on_the_device_is_found_as_it_steps(
     where, settings = VARIANTS["device"]
     common: Setting = {"precision": precision, "clip_grad_norm": None, "device": DEVICE}
     assert_same(train(CASE, where(tmp_path / "store"), STEPS, **common, **settings), wanted)
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_gradient_that_is_infinite_is_named_by_the_sums_on_the_device(clip: float | None) -> None:
+    where = budget(None, weights="device", state="device")
+    good, bad, _ = repair.steps(2, 1, float("inf"))
+    with wrap(repair.CASE, where, device=DEVICE, clip_grad_norm=clip) as engine:
+        engine.step(good)
+        try:
+            said = engine.step(bad).non_finite
+        except NonFiniteError as error:
+            said = str(error)
+        assert said is not None
+        assert "layers.2.up.bias (layers.2)" in said
 
 
 def test_training_on_the_gpu_is_close_to_training_on_the_cpu(tmp_path: Path) -> None:

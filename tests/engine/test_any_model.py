@@ -89,7 +89,7 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("which the micro-batch that the plan was made from did not do there", _BY_DATA),
     ("has no parameter that is trained", {"frozen weights", "frozen ends"}),
     ("no repeated blocks were found", {"attributes", "sequential", "dict", "list", "shared part"}),
-    ("is a batch norm, which torch computes on a processor", {"batch norm", "batch norm, cumulative"}),
+    ("BatchNorm1d\\) does not compute in", {"batch norm", "batch norm, cumulative"}),
 )
 """What a refusal says, and the peculiarities that it is for: docs/architectures.md, "What is refused"."""
 

@@ -164,10 +164,6 @@ class Run:
 
     _repeat = _run
 
-    def _search(self) -> Event:
-        assert not self.changed
-        return self.draw(Event.FOUND)
-
     def _drop(self) -> Event:
         assert not self.in_place
         assert not self.begun

@@ -5,10 +5,10 @@ names. Once its norm is known it is
 
     within the limit    what it has written counts from now on
     over the limit      dropped, and run again with the factor known: the same random numbers, so the same gradients
-    infinite or NaN     dropped; it is run again without changing anything, to tell which gradient it was
+    infinite or NaN     dropped, and skipped: the sums of squares that the norm is made of say which gradient it was
 
-What is not on disk waits for the norm, and is left alone in the first two runs of the last two cases. Copies of
-weights in memory are new already, though: they are read again from what counts.
+What is not on disk waits for the norm, and is left alone by a run that is dropped. Copies of weights in memory are new
+already, though: they are read again from what counts.
 
 What happens when is the machine's to say (``fate``); here is how each action is done.
 """
@@ -16,19 +16,24 @@ What happens when is the machine's to say (``fate``); here is how each action is
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from penstock.engine import batch
 from penstock.engine.durability import Actions, Durability
 from penstock.engine.fate import Action, Event, State
 from penstock.engine.resources import EngineResources
-from penstock.engine.runner import Runner, Totals
+from penstock.engine.runner import Runner
 from penstock.engine.trace import MemorySample, TraceEvent
 from penstock.errors import ModelError, NonFiniteError
-from penstock.runtime.context import Mode, NonFinite, StepContext, Verdict
+from penstock.runtime.context import StepContext, Verdict
+from penstock.schedule.ir.lanes import Lane
+from penstock.schedule.program import ALIGN
 from penstock.state.stats import StepStats
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.groups import groups_of
@@ -67,12 +72,14 @@ class Attempt:
     losses: Sequence[float] = ()
     repeats: int = 0
     """runs besides the first"""
-    non_finite: NonFinite | None = None
+    non_finite: str | None = None
+    """the gradient that was infinite or NaN, if one was"""
     trace: Sequence[TraceEvent] = ()
     samples: Sequence[MemorySample] = ()
     stats: StepStats | None = None
-    _spent: Totals | None = None
-    """bytes that the runs before this one have moved, and what was read to drop them, and the seconds of both"""
+    _moved: defaultdict[Lane, int] = field(default_factory=lambda: defaultdict(int))
+    _busy: defaultdict[Lane, float] = field(default_factory=lambda: defaultdict(float))
+    """bytes that its runs have moved so far, with what was read to drop them, and the seconds of both, by lane"""
 
     @property
     def actions(self) -> Actions:
@@ -83,7 +90,6 @@ class Attempt:
             Action.RUN: self._run,
             Action.DROP: self._drop,
             Action.REPEAT: self._repeat,
-            Action.SEARCH: self._search,
             Action.FILL: self._fill,
             Action.FLIP: self._flip,
             Action.COUNT: self._count,
@@ -106,7 +112,9 @@ class Attempt:
         return {name: count for by_rank in said for name, count in by_rank.items()}
 
     def _run(self) -> Event:
-        self.losses = self._run_once(self.context)
+        resources = self.resources
+        inputs = batch.all_to_device(self.micro_batches, resources.device, resources.dtype)
+        self.losses = self.runner.run(self.context, inputs, self.loss_weights)
         if self.durability.state is State.FINISHING:  # what the step before had left to do was all in memory
             self.durability.complete()
         failure, self.context.failure = self.context.failure, None
@@ -117,17 +125,39 @@ class Attempt:
                 del failure  # its traceback holds this frame, which would hold it and the micro-batches
         self.before.refuse_unplaced()
         self._sync_buffers()
-        if self.skipped and not self.resources.arrays.droppable:
-            raise NonFiniteError(
-                f"{self._not_finite()}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
-                "such a step is skipped"
-            )
+        if self.skipped:
+            self.non_finite = self._find_not_finite()
+            if not resources.arrays.droppable:
+                raise NonFiniteError(
+                    f"{self._not_finite}, and the state was updated with it. Load a snapshot; with clip_grad_norm set "
+                    "such a step is skipped"
+                )
+            if not resources.settings.needs_norm:
+                raise NonFiniteError(
+                    f"{self._not_finite}. Nothing was updated; with clip_grad_norm set such a step is skipped"
+                )
         return _EVENTS[self.context.verdict]
 
-    def _run_once(self, context: StepContext) -> Sequence[float]:
-        resources = self.resources
-        inputs = batch.all_to_device(self.micro_batches, resources.device, resources.dtype)
-        return self.runner.run(context, inputs, self.loss_weights)
+    def _find_not_finite(self) -> str:
+        """The parameter whose gradient is infinite or NaN, or the few that share its sum of squares: of the first group
+        in the order of the backward the last, which is behind the others in most blocks. A group that several stages
+        use is taken for the last one's of the backward: what spoils an earlier one's spoils those between them, too."""
+        stages = {g: stage for stage in reversed(self.runner.plan.program.stages) for g in stage.gradients}
+        found: tuple[int, str] | None = None
+        for g, stage in stages.items():
+            bad = np.flatnonzero(~np.isfinite(self.context.partials[g]))
+            if bad.size and (found is None or stage.index > found[0]):
+                first, end = int(bad[-1]) * ALIGN, (int(bad[-1]) + 1) * ALIGN
+                own = [s for s in self.resources.groups[g].slices if s.trainable]
+                names = [s.name for s in own if s.offset < end and first < s.offset + s.numel]
+                which = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+                found = stage.index, f"the gradient of {which} ({stage.name})"
+        of_all = self.resources.ranks.gather_objects("gradient that is not finite", found)
+        return max((one for one in of_all if one is not None), default=(0, "a gradient"))[1]
+
+    @property
+    def _not_finite(self) -> str:
+        return f"step {self.context.step}: {self.non_finite} was infinite or NaN"
 
     def _sync_buffers(self) -> None:
         """Each rank has its own micro-batches, and changes buffers of the model in its own way: from here on all have
@@ -160,44 +190,31 @@ class Attempt:
 
     def _drop(self) -> Event:
         began = time.perf_counter()
-        nbytes = self.resources.arrays.drop_step()
-        spent = self.runner.totals().with_read(nbytes, time.perf_counter() - began)
-        self._spent = spent if self._spent is None else self._spent + spent
+        if nbytes := self.resources.arrays.drop_step():
+            self._moved["read"] += nbytes
+            self._busy["read"] += time.perf_counter() - began
+        self.runner.count(self._moved, self._busy)
         self.before.put_back()
+        if self.durability.state is State.SKIPPING:
+            log.warning("%s; nothing was updated", self._not_finite)
+            self._report()
         return Event.DROPPED
 
-    def _again(self, mode: Mode) -> StepContext:
-        """A context to run the step anew, with the factor that is known now. What the step before had left is done."""
-        self.repeats += 1
-        update = replace(self.context.update, touched=set())
-        fresh = StepContext(step=self.context.step, update=update, mode=mode)
-        return replace(fresh, clip=self.context.clip, loss_scale=self.context.loss_scale)
-
     def _repeat(self) -> Event:
-        self.context = self._again(Mode.REPEAT)
+        """Run the step anew, with the factor that is known now. What the step before had left is done."""
+        self.repeats += 1
+        before = self.context
+        self.context = StepContext(
+            step=before.step,
+            update=replace(before.update, touched=set()),
+            repeats=True,
+            clip=before.clip,
+            loss_scale=before.loss_scale,
+        )
         return self._run()
 
-    def _search(self) -> Event:
-        search, sharing = self._again(Mode.SEARCH), self.resources.ranks.sharing
-        self._run_once(search)
-        first = sharing.rank // sharing.cp * len(self.micro_batches)
-        mine = None if search.found is None else replace(search.found, micro_batch=first + search.found.micro_batch)
-        of_all = self.resources.ranks.gather_objects("gradient that is not finite", mine)
-        found = [one for one in of_all if one is not None]
-        self.non_finite = min(found, key=lambda one: (-one.stage, one.micro_batch), default=None)
-        self.before.put_back()
-        if not self.resources.settings.needs_norm:  # else it is skipped
-            raise NonFiniteError(
-                f"{self._not_finite()}. Nothing was updated; with clip_grad_norm set such a step is skipped"
-            )
-        log.warning("%s; nothing was updated", self._not_finite())
-        self._report()
-        return Event.FOUND
-
-    def _not_finite(self) -> str:
-        return f"step {self.context.step}: {self.non_finite or 'a gradient'} was infinite or NaN"
-
     def _fill(self) -> Event:
+        self.runner.count(self._moved, self._busy)
         self._report()
         self.resources.arrays.complete_step(self.runner.bound.late_elements)
         return Event.FILLED
@@ -219,7 +236,6 @@ class Attempt:
         context, runner, ranks = self.context, self.runner, self.resources.ranks.sharing
         assert context.norm is not None
         self.trace, self.samples = runner.trace(context.step, self.origin), runner.samples(self.origin)
-        totals = runner.totals() if self._spent is None else runner.totals() + self._spent
         hypers = context.update.hypers
         tokens = sum(batch.tokens(mb) for mb in self.micro_batches)
         own = self.flops, tokens, batch.weighted(self.loss_weights, self.losses)
@@ -234,10 +250,10 @@ class Attempt:
             clipped=context.clip is not None and not self.skipped and context.norm > context.clip,
             skipped=self.skipped,
             repeats=self.repeats,
-            non_finite=None if self.non_finite is None else str(self.non_finite),
+            non_finite=self.non_finite,
             loss_scale=context.loss_scale,
             flops=math.fsum(flops for flops, *_ in told),
-            bytes_moved=dict(totals.moved),
-            lane_seconds=dict(totals.busy),
+            bytes_moved=dict(self._moved),
+            lane_seconds=dict(self._busy),
             peak_bytes=dict(runner.pools.peak),
         )

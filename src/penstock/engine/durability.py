@@ -52,7 +52,7 @@ _LATER = "the next step's commit has it at the latest, and engine.save can be us
 _AGAIN = "Ask for it again: it commits first what is not committed by then"
 """Advice for programs after a commit that failed."""
 
-_LONG = frozenset((Action.RUN, Action.REPEAT, Action.SEARCH, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
+_LONG = frozenset((Action.RUN, Action.REPEAT, Action.FLUSH, Action.FILL, Action.RESTORE, Action.COMMIT))
 """Actions that a second Ctrl-C may break off: of each it is known what the state is worth then."""
 
 

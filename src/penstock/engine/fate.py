@@ -28,8 +28,8 @@ class State(Enum):
     """a step runs for the first time; the one before is complete"""
     REPEATING = "repeating"
     """a step runs again, with the factor known that clips its gradients"""
-    SEARCHING = "searching"
-    """a step runs again and changes nothing, to tell which gradient was infinite or NaN"""
+    SKIPPING = "skipping"
+    """the changes of a step whose norm is infinite or NaN are taken back, and it counts without them"""
     FILLING = "filling"
     """a step has run with the right numbers; what it did not write of the arrays that it wrote is copied beside"""
     COUNTING = "counting"
@@ -71,9 +71,7 @@ class Event(Enum):
     OVER = "over"
     """the step has run, and the gradients that it used should have been clipped"""
     NOT_FINITE = "not finite"
-    """the step has run, its norm is infinite or NaN, and all its changes can be dropped"""
-    FOUND = "found"
-    """the gradient that is infinite or NaN; such a step is skipped"""
+    """the step has run, its norm is infinite or NaN, and all its changes can be dropped: such a step is skipped"""
     FILLED = "filled"
     COUNTED = "counted"
     DELAYED = "delayed"
@@ -100,7 +98,6 @@ class Action(Enum):
     DROP = "drop"
     """take back all that the step has changed"""
     REPEAT = "repeat"
-    SEARCH = "search"
     FILL = "fill"
     FLIP = "flip"
     """read what the step has written"""
@@ -153,15 +150,15 @@ TABLE: Mapping[State, Mapping[Event, Next]] = {
     State.RUNNING: {
         Event.WITHIN: (State.FILLING, (Action.FILL,)),
         Event.OVER: (State.REPEATING, (Action.DROP, Action.REPEAT)),
-        Event.NOT_FINITE: (State.SEARCHING, (Action.DROP, Action.SEARCH)),
+        Event.NOT_FINITE: (State.SKIPPING, (Action.DROP,)),
         **_TAKEN_BACK,
     },
     State.REPEATING: {
         Event.WITHIN: (State.FILLING, (Action.FILL,)),
-        Event.NOT_FINITE: (State.SEARCHING, (Action.DROP, Action.SEARCH)),
+        Event.NOT_FINITE: (State.SKIPPING, (Action.DROP,)),
         **_TAKEN_BACK,
     },
-    State.SEARCHING: {Event.FOUND: (State.COUNTING, (Action.COUNT,)), **_TAKEN_BACK},
+    State.SKIPPING: {Event.DROPPED: (State.COUNTING, (Action.COUNT,)), **_TAKEN_BACK},
     State.FILLING: {Event.FILLED: (State.COUNTING, (Action.FLIP, Action.COUNT)), **_TAKEN_BACK},
     State.COUNTING: {
         Event.COUNTED: (State.COMMITTING, (Action.COMMIT,)),

@@ -1,9 +1,9 @@
 """A plan made executable: its pools, its lanes, and the one thing they all run."""
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +40,6 @@ from penstock.store.store import Store
 from penstock.tape.elsewhere import Elsewhere
 from penstock.tape.facts import StageFacts
 from penstock.tape.handed import HandedOn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Bytes that each lane has moved in a run, and seconds that it was busy."""
-
-    moved: Mapping[Lane, int]
-    busy: Mapping[Lane, float]
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
-            moved={lane: n + other.moved[lane] for lane, n in self.moved.items()},
-            busy={lane: s + other.busy[lane] for lane, s in self.busy.items()},
-        )
-
-    def with_read(self, nbytes: int, seconds: float) -> "Totals":
-        """With what was read besides."""
-        if not nbytes:
-            return self
-        moved, busy = {**self.moved}, {**self.busy}
-        moved["read"] += nbytes
-        busy["read"] += seconds
-        return Totals(moved=moved, busy=busy)
 
 
 class Runner:
@@ -255,15 +232,18 @@ class Runner:
         """Start, end and bytes of each op of the last run."""
         return self._executor.marks
 
-    def totals(self) -> Totals:
-        """Bytes that the last run has moved, and seconds in which it had an op under way, by lane."""
-        moved: dict[Lane, int] = dict.fromkeys(self.plan.schedule.lanes, 0)
-        spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in moved}
+    def count(self, moved: defaultdict[Lane, int], busy: defaultdict[Lane, float]) -> None:
+        """Add the bytes that the last run has moved, and the seconds in which it had an op under way, by lane."""
+        spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in self.plan.schedule.lanes}
         for mark in self._executor.marks.values():
             moved[mark.lane] += mark.moved
             spans[mark.lane].append((mark.start, mark.end))
-        busy = {lane: covered(found) for lane, found in spans.items()}
-        return Totals(moved=moved, busy=busy).with_read(*self._before)
+        for lane, found in spans.items():
+            moved[lane] += 0  # each is told of
+            busy[lane] += covered(found)
+        if self._before[0]:
+            moved["read"] += self._before[0]
+            busy["read"] += self._before[1]
 
     def trace(self, step: int, origin: float) -> list[TraceEvent]:
         """The last run, op by op, in seconds since ``origin``, its start by ``perf_counter``."""

@@ -14,17 +14,6 @@ from penstock.optim.norm import clip_scale
 from penstock.tape.groups import ParamGroup
 
 
-class Mode(Enum):
-    """The purpose of a run of a step."""
-
-    TRY = "try"
-    """to find the factor of its gradients, and step with it"""
-    REPEAT = "repeat"
-    """to step with the factor that a run before has found: it is right from the start"""
-    SEARCH = "search"
-    """to find the gradient that is infinite or NaN, and to change nothing"""
-
-
 class Verdict(Enum):
     """The verdict on a step by the norm of its gradients."""
 
@@ -33,19 +22,6 @@ class Verdict(Enum):
     OVER = "over"
     """some of it was stepped before the factor was known, and should have been clipped"""
     NOT_FINITE = "not finite"
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """The first gradient in the order of the backward that is infinite or NaN."""
-
-    parameter: str
-    stage: int
-    block: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"the gradient of {self.parameter} ({self.block}, micro-batch {self.micro_batch})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +51,8 @@ class StepContext:
     step: int
     update: Update
     """its ``grad_scale`` is that of the loss until the norm is known, unless this is a repeat"""
-    mode: Mode = Mode.TRY
+    repeats: bool = False
+    """True if a run before has found the factor of the gradients, which is right from the start"""
     clip: float | None = None
     loss_scale: float = 1.0
     left: Update | None = None
@@ -86,26 +63,24 @@ class StepContext:
     norm: float | None = None
     """global gradient norm, unscaled; None until it is known"""
     verdict: Verdict | None = None
-    found: NonFinite | None = None
     failure: NonFiniteError | None = None
     """the error for which the step must not count; it goes on to its end, for the step before, and changes nothing"""
 
     @property
     def idle(self) -> bool:
         """True if nothing of this step is to be stepped."""
-        stepped = self.verdict in (None, Verdict.WITHIN) and self.mode is not Mode.SEARCH
-        return not stepped or self.failure is not None
+        return self.verdict not in (None, Verdict.WITHIN) or self.failure is not None
 
     def judge(self, norm: float, *, speculative: bool) -> None:
         """The norm is known. ``speculative``: whether anything was stepped before it was."""
         self.norm = norm
         if not math.isfinite(norm):
             self.verdict = Verdict.NOT_FINITE
-        elif self.mode is Mode.TRY and speculative and self.clip_factor() < 1.0:
+        elif not self.repeats and speculative and self.clip_factor() < 1.0:
             self.verdict = Verdict.OVER
         else:
             self.verdict = Verdict.WITHIN
-        if self.mode is Mode.TRY and self.verdict is not Verdict.NOT_FINITE:
+        if not self.repeats and self.verdict is not Verdict.NOT_FINITE:
             self.update = replace(self.update, grad_scale=self.clip_factor() / self.loss_scale)
 
     def clip_factor(self) -> float:

@@ -9,7 +9,6 @@ import torch
 
 from penstock.errors import ModelError, NonFiniteError
 from penstock.runtime.access import Access
-from penstock.runtime.context import Mode, NonFinite
 from penstock.schedule.ir.ops import Op, has_graph
 from penstock.schedule.ir.references import Buffer
 from penstock.tape.groups import ParamGroup
@@ -32,7 +31,6 @@ class Compute:
         """by identity of a parameter, where its gradient is added up in the op under way"""
         self._places: dict[str, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
         """buffer of a group's gradient -> its bytes, and the view of them that each parameter's gradient is added to"""
-        self._under_way: Op | None = None  # while gradients are made
         tape.on_gradient = self._accumulate
 
     def begin(self) -> None:
@@ -45,9 +43,9 @@ class Compute:
         return {
             "F": self.forward,
             "E": self.epilogue,
-            "B": partial(self.backward, self._tape.backward),
-            "I": partial(self.backward, self._tape.backward_inputs),  # which adds to no gradient
-            "W": partial(self.backward, self._tape.backward_weights),
+            "B": partial(self._run, self._tape.backward),
+            "I": partial(self._run, self._tape.backward_inputs),  # which adds to no gradient
+            "W": partial(self._run, self._tape.backward_weights),
             "AD": self.add_strand,
         }
 
@@ -60,15 +58,9 @@ class Compute:
 
     def epilogue(self, op: Op) -> None:
         """Forward and backward of the last stage; the losses are looked at when all are there."""
-        self._under_way = op
         self.forward(op)
         if op.id == self._to.bound.last_loss:
             self._check_losses()
-
-    def backward(self, run: Callable[[int, int], None], op: Op) -> None:
-        """A backward, or the first or the second part of one."""
-        self._under_way = op
-        self._run(run, op)
 
     def _run(self, run: Callable[[int, int], None], op: Op) -> None:
         """``run(stage, micro-batch)`` of an op, with weights and gradients in their place."""
@@ -134,7 +126,7 @@ class Compute:
 
     def _accumulate(self, parameter: torch.nn.Parameter, stage: int, gradient: torch.Tensor) -> None:
         """Add a parameter's gradient to its place; called by the tape."""
-        target, context = self._accumulators.get(id(parameter)), self._to.context
+        target = self._accumulators.get(id(parameter))
         if target is None and not parameter.numel():
             return
         if target is None:
@@ -145,15 +137,7 @@ class Compute:
                 "0 * parameter.sum() to what it computes"
             )
         target.add_(gradient)
-        context.update.touched.add(id(parameter))
-        if context.mode is Mode.SEARCH and context.found is None and not bool(torch.isfinite(gradient).all()):
-            assert self._under_way is not None
-            context.found = NonFinite(
-                parameter=self._name(parameter),
-                stage=stage,
-                block=self._stages[stage].name,
-                micro_batch=self._under_way.id.micro_batch,
-            )
+        self._to.context.update.touched.add(id(parameter))
 
     def _name(self, parameter: torch.nn.Parameter) -> str:
         slices = (s for g in self.groups for s in g.slices)
