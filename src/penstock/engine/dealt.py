@@ -269,6 +269,7 @@ def times_of_all(ranks: Ranks, own: StageTimes | None, dealt: Dealt) -> StageTim
         backward=tuple(by_rank[rank].backward[k] for k, rank in of_stages),
         weights=tuple(by_rank[rank].weights[k] for k, rank in of_stages) if splits else (),
         again=tuple(by_rank[rank].again[k] for k, rank in of_stages),
+        orthogonal=min((times.orthogonal for times in by_rank if times.orthogonal is not None), default=None),
     )
 
 

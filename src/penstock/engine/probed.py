@@ -144,4 +144,5 @@ def slowest_of(times: Sequence[StageTimes | None]) -> StageTimes | None:
         backward=tuple(max(same) for same in zip(*(t.backward for t in known), strict=True)),
         weights=tuple(max(same) for same in zip(*of_weights, strict=True)) if all(of_weights) else (),
         again=tuple(min(same) for same in zip(*(t.again for t in known), strict=True)),
+        orthogonal=min((t.orthogonal for t in known if t.orthogonal is not None), default=None),
     )

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from penstock.engine import batch
@@ -13,7 +13,7 @@ from penstock.engine.labels import LabelCount
 from penstock.engine.probed import Probed, within
 from penstock.engine.resources import EngineResources
 from penstock.engine.spans import SpanLabels
-from penstock.engine.timing import time_stages
+from penstock.engine.timing import orthogonal_rate, time_stages
 from penstock.engine.visiting import VisitingWeights
 from penstock.hardware.machine import Machine
 from penstock.schedule.program import Program
@@ -160,7 +160,7 @@ class Probing:
                 # and neighbours bring weights together: there nobody may wait for all.
                 shared.ranks.gather_objects("beginning of the times", None)
             times = time_stages(shared.tape, program, learned.facts, fresh, weights)
-            times = replace(times, again=shares_again(learned.work))
+            times = replace(times, orthogonal=self._orthogonal, again=shares_again(learned.work))
             times = with_exchanges(times, learned.work, machine)  # nobody has waited for the others
         return Probed(
             stages=learned.stages,
@@ -173,3 +173,9 @@ class Probing:
             handed=learned.handed,
             carried=learned.carried,
         )
+
+    @cached_property
+    def _orthogonal(self) -> float | None:
+        """Rate at which matrices are made orthogonal, as in ``StageTimes``."""
+        groups = self._shared.matrices.values()
+        return orthogonal_rate([p for group in groups for _, pieces in group for p in pieces], self._shared.device)

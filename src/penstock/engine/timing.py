@@ -6,15 +6,18 @@ gradients added up, and nothing beside them.
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from penstock.config.optimizer import NS_STEPS
 from penstock.doctor.work import wait_for
 from penstock.engine.visiting import VisitingWeights
+from penstock.optim.orthogonal import orthogonalise
+from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
 from penstock.tape.facts import StageFacts
@@ -43,6 +46,20 @@ def time_stages(
         passes.append(timed())
     passes.sort(key=lambda times: sum(times.forward) + sum(times.backward))
     return passes[(len(passes) - 1) // 2]
+
+
+def orthogonal_rate(matrices: Sequence[Piece], device: torch.device) -> float | None:
+    """FLOP/s at which updates of such matrices are made orthogonal there, one after the other: the best of two passes
+    over those that differ; None where there are none."""
+    flop = seconds = 0.0
+    generator = torch.Generator(device).manual_seed(0)
+    for (count, rows, columns), times in Counter((p.count, p.rows, p.columns) for p in matrices).items():
+        piece = Piece(dim=0, start=0, size=rows, count=count, rows=rows, columns=columns)
+        update = torch.randn(count, rows, columns, dtype=torch.bfloat16, device=device, generator=generator)
+        passes = [_seconds(device, partial(orthogonalise, update, [piece], NS_STEPS)) for _ in "12"]
+        flop += times * orthogonal_flop(piece, NS_STEPS)
+        seconds += times * min(passes)
+    return flop / seconds if seconds else None
 
 
 _FEW, _SHORT = 5, 2.0

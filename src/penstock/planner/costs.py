@@ -67,8 +67,8 @@ def machine_costs(
     sends over the network's rate, and its latency as often as there is something to send. Of several ranks: the
     machine as each of them sees it (``hardware.sharing``). A message from one accelerator to another takes longer by
     one piece's copies; the others are made while it crosses (``runtime.staging``). Besides, an op costs a hand-over,
-    and compute what the ops of other lanes take of the interpreter. Updates are made orthogonal at 0.7 of the
-    rate of large products in bf16 (or what is known), as their bytes are not counted, or as steps have shown.
+    and compute what the ops of other lanes take of the interpreter. Updates are made orthogonal as fast as was
+    measured, else at 0.7 of the rate of large products in bf16 (or what is known), as their bytes are not counted.
 
     Raises:
         ConfigError: the machine has no rate for this optimizer.
@@ -96,7 +96,7 @@ def machine_costs(
         rates["nic"] = machine.across.bandwidth
     groups = program.groups
     flops = machine.device.flops
-    orthogonal = (flops.get("bf16") or max(flops.values())) * _OF_PRODUCTS / times.orthogonal
+    orthogonal = times.orthogonal or (flops.get("bf16") or max(flops.values())) * _OF_PRODUCTS
 
     links = [link for link in (machine.network, machine.across) if link is not None]
     agreement_latency = max(

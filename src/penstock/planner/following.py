@@ -220,9 +220,10 @@ def corrected_times(times: StageTimes, factors: Mapping[str, float], stages: Seq
     def by(kind: str) -> Iterable[float]:
         return (factors.get(stage_key(kind, stage) or "", 1.0) for stage in stages)
 
+    orthogonal = times.orthogonal
     return replace(
         times,
-        orthogonal=times.orthogonal * factors.get("orthogonal", 1.0),
+        orthogonal=None if orthogonal is None else orthogonal / factors.get("orthogonal", 1.0),
         forward=tuple(seconds * factor for seconds, factor in zip(times.forward, by("F"), strict=True)),
         backward=tuple(seconds * factor for seconds, factor in zip(times.backward, by("B"), strict=True)),
         weights=tuple(seconds * factor for seconds, factor in zip(times.weights, by("W"), strict=bool(times.weights))),

@@ -73,8 +73,8 @@ class StageTimes:
     backward: tuple[float, ...]
     weights: tuple[float, ...] = ()
     again: tuple[float, ...] = ()
-    orthogonal: float = 1.0
-    """factor of the time in which updates of matrices are expected to be made orthogonal, as steps have shown"""
+    orthogonal: float | None = None
+    """FLOP/s at which updates of matrices are made orthogonal; None: nobody has measured it"""
 
     def of(self, stage: int) -> tuple[float, ...]:
         """All that is known of one stage."""
