@@ -27,6 +27,7 @@ from penstock.schedule.ir.ops import Op, Pool, Schedule
 from penstock.schedule.ir.references import LANE_OF, OpId
 from penstock.schedule.ir.text import buffer, op_id
 from penstock.schedule.ir.worlds import World
+from penstock.sim.cause import parse_cause
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.reports import offload_schedule, ran_as, simulated, write_lines, write_run
@@ -266,14 +267,15 @@ def test_pointing_at_an_op_says_what_it_is_and_what_it_waited_for(opened: Page, 
         assert "Recompute and backward of stage 2, micro-batch 1" in said
         assert "predicted" in said
         assert "measured" in said
-    index = max(range(len(prediction.waits)), key=lambda i: prediction.waits[i] * bool(prediction.causes[i]))
+    ops = prediction.ops
+    index = max(range(len(ops.waited)), key=lambda i: ops.waited[i] * bool(ops.cause[i]))
     op = prediction.schedule.ops[index]
-    start, end = prediction.starts[index], prediction.ends[index]
+    start, end = ops.start[index], ops.end[index]
     opened.js("([a, b]) => penstock.timeline.show(a, b)", [start - 3 * (end - start), end + 3 * (end - start)])
     opened.view()
     said = opened.hover(0, op.id)
     assert said.startswith(op.id)
-    cause = prediction.causes[index]
+    cause = parse_cause(ops.cause[index])
     assert cause is not None
     assert (cause.pool or cause.op) in said
     if op.nbytes:
@@ -288,7 +290,7 @@ def test_an_op_is_found_by_its_id(opened: Page) -> None:
     low, high = opened.view()
     prediction = Prediction.of(simulated(offload_schedule(), 0))
     index = [op.id for op in prediction.schedule.ops].index("B1m1")
-    assert low <= prediction.starts[index] < prediction.ends[index] <= high
+    assert low <= prediction.ops.start[index] < prediction.ops.end[index] <= high
     assert high - low < (before[1] - before[0]) / 2
     assert opened.page.locator("#tip").inner_text().startswith("B1m1")
     box.fill("B99m9")

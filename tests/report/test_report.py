@@ -200,7 +200,7 @@ def test_a_page_holds_every_op_of_both_sides_in_stretches_that_never_overlap(tmp
     predicted = facts["sides"][0]
     by_name = dict(zip([facts["names"][i] for i in column(predicted["id"])], column(predicted["end"]), strict=True))
     assert by_name == {
-        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ends, strict=True)
+        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ops.end, strict=True)
     }
 
 
