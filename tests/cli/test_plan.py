@@ -20,7 +20,7 @@ from penstock.cli.plan import ModelArguments, read_arguments
 from penstock.cli.settings import load
 from penstock.cli.split import cut_batch
 from penstock.cli.task import as_free_here, check_names
-from penstock.cli.words import declared, takes_no_value
+from penstock.documents.typed import hints_of
 from penstock.hardware.machine import Between, Machine, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
@@ -582,7 +582,7 @@ def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], s
 
 def test_every_switch_of_a_model_is_taken_without_a_value_wherever_it_stands() -> None:
     """Of a file they would be settings, which have values."""
-    switches = [option.flag for option in declared(ModelArguments) if takes_no_value(option.hint)]
+    switches = [f"--{key}" for key, hint in hints_of(ModelArguments).items() if hint is bool]
     assert "--momentum" in switches
     words = ["--model", "llama-8b", "--optimizer", "sgd"]
     for switch in switches:

@@ -18,12 +18,10 @@ from penstock.cli.words import (
     SETTINGS,
     TRUTHS,
     Words,
-    declared,
     help_of,
     no_value,
     read_words,
     split_words,
-    takes_no_value,
 )
 from penstock.config import BatchConfig, Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.quantities import parse_count
@@ -182,7 +180,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 def _switches(kind: type[Words]) -> set[str]:
     """The options that take no value."""
-    return {option.flag for option in declared(kind) if takes_no_value(option.hint)}
+    return {f"--{key.replace('_', '-')}" for key, hint in hints_of(kind).items() if hint is bool}
 
 
 @no_collection()

@@ -142,41 +142,6 @@ def _options(kind: type[Words]) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in by_need(kind) if f.name not in others}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """An option as it is declared: its flag, the type of its value, and what it means."""
-
-    flag: str
-    hint: Any
-    meaning: str
-
-
-def declared(kind: type[Words]) -> list[Option]:
-    """A command's options, without the settings that it may take."""
-    meaning = meanings(kind)
-    return [Option(flag=_flag(key), hint=hint, meaning=meaning.get(key, "")) for key, hint in _options(kind).items()]
-
-
-def takes_no_value(hint: Any) -> bool:
-    """True if an option is a switch."""
-    return hint is bool
-
-
-def values_of(hint: Any) -> tuple[str, ...]:
-    """The words that a value is one of; empty: it may be anything of its type."""
-    options = options_of(_each(hint))
-    words = [str(word) for word in _chosen_from(options)]
-    if len(options) > len([o for o in options if typing.get_origin(o) is Literal or o in (bool, type(None))]):
-        return ()
-    return (*(("true", "false") if bool in options else ()), *words)
-
-
-def may_be_a_file(hint: Any) -> bool:
-    """True if a value can be the name of a file: it is a path or a text, and no size."""
-    options = {*options_of(_each(hint))}
-    return Path in options or (str in options and int not in options)
-
-
 def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:
     """The words without dashes, by the names of their fields.
 
