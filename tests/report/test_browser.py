@@ -9,14 +9,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.cli import main
-from penstock.cli.report import gather
 from penstock.engine.trace import TraceEvent, TraceWriter
 from penstock.errors import ScheduleError
 from penstock.report.prediction import Prediction
@@ -529,35 +527,6 @@ def test_layers_have_colours_of_their_own_and_backward_is_lighter(tab: Any, tmp_
     assert light["B0m0"] > light["F0m0"]
     assert light["B3m0"] > light["F3m0"]
     page.close()
-
-
-def test_a_page_that_keeps_up_is_where_it_was_and_waits_while_it_is_pointed_at(browser: Any, tmp_path: Path) -> None:
-    """The page looks at the file when the test says so: a machine that is busy takes longer than any pause."""
-    write_run(tmp_path / "run")
-    report = replace(gather(tmp_path / "run", None), refresh=1)
-    path = tmp_path / "report.html"
-    path.write_text(run_page(report), encoding="utf-8")
-    tab = browser.new_page(viewport={"width": 1280, "height": 900})
-    tab.add_init_script("window.setInterval = (look, pause) => Object.assign(window, { look, pause })")
-    page = Page(tab, path)
-    assert page.js("() => window.pause") == 1000
-    end = page.view()[1]
-    page.js("([from, to]) => penstock.timeline.show(from, to)", [end / 4, end / 2])
-    page.js("() => { document.querySelector('details').open = true; scrollTo(0, 120); window.first = true; }")
-    page.page.mouse.move(*page.middle())
-    path.write_text(run_page(replace(report, name="later")), encoding="utf-8")
-    page.js("() => window.look()")
-    page.page.wait_for_timeout(500)
-    assert page.js("() => window.first")
-    page.page.mouse.move(0, 0)
-    page.js("() => setTimeout(window.look)")
-    page.page.locator("h1", has_text="later").wait_for()
-    page.page.locator("html[data-ready=yes]").wait_for()
-    assert page.view() == pytest.approx((end / 4, end / 2))
-    assert page.js("() => document.querySelector('details').open")
-    assert page.js("() => scrollY") == 120
-    page.close()
-    tab.close()
 
 
 def test_curves_of_many_steps_are_a_line_over_the_band_of_its_steps_with_gaps(tab: Any, tmp_path: Path) -> None:
