@@ -723,7 +723,13 @@ def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(599.0, "599 s"), (600.0, "10 min"), (59_940.0, "999 min"), (59_970.0, "17 hours"), (4.1e7, "11,389 hours")],
+    [
+        (599.0, "599 s"),
+        (600.0, "10 min"),
+        (7_190.0, "120 min"),
+        (172_700.0, "48 hours"),
+        (4.1e7, "475 days"),
+    ],
 )
 def test_long_times_are_written_out(seconds: float, said: str) -> None:
     assert format_long_time(seconds) == said

@@ -110,6 +110,17 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return {f.name: found[f.name] for f in by_need(TrainConfig)}
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings, and in lists of such by their numbers."""
+    for key, value in values.items():
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            value = {str(n): item for n, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _plain(value: Any, *, listed: bool = False) -> Any:
     if is_dataclass(value):
         given = ((f, getattr(value, f.name)) for f in fields(value))
