@@ -110,8 +110,8 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             there = counterpart_among(key, options, spelled=_flag) if kind.of_a_run else None
             raise ConfigError(unknown(key, known, takes=kind.command, what="option", form="--{}", there=there))
         if hint is bool:
-            if equals or (rest and rest[0] in TRUTHS):
-                raise ConfigError(no_value(flag))
+            if equals or (rest and rest[0] in ("true", "false")):
+                raise ConfigError(f"{flag} takes no value: write {flag} alone, or leave it out")
             flags.append((flag, None))
         elif ending is not None and not equals and not (rest and (rest[0].endswith(ending) or not rest[0])):
             flags.append((flag, None))
@@ -125,15 +125,6 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
             meant = f"; or did you mean {_flag(near[0])}?" if near else ""
             raise ConfigError(f"{flag} needs a value: {flag} {needs}{meant}")
     return plain, flags
-
-
-TRUTHS = ("true", "false")
-"""Words behind a switch that were meant for its value, and are no operands."""
-
-
-def no_value(flag: str) -> str:
-    """The message on a switch that was given a value."""
-    return f"{flag} takes no value: write {flag} alone, or leave it out"
 
 
 def _options(kind: type[Words]) -> dict[str, Any]:
