@@ -556,7 +556,7 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
         (("a.yaml", "b.yaml"), "a.yaml and b.yaml"),
         (("a.yaml", "b.yaml", "--model", "gpt-65b"), "a.yaml and b.yaml"),
         (("--model", "gpt-65b", "--frobnicate", "1"), "there is no option --frobnicate"),
-        (("--model", "gpt-65b", "--gradient-accumulation-steps", "4"), "here it is --batch\n"),
+        (("--model", "gpt-65b", "--gradient-accumulation-steps", "4"), "in a settings file it is batch.sequences ("),
         (("--model", "gpt-65b", "--learning_rate", "1"), "--learning_rate; in a settings file it is optimizer.lr\n"),
         (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch=0: must be a whole number"),

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from penstock.cli.located import RUN, Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
-from penstock.config.elsewhere import Counterpart, counterpart
+from penstock.config.elsewhere import counterpart
 from penstock.config.meanings import by_need, is_required, meanings
 from penstock.documents.typed import LARGEST, NAMES, fits, hints_of, shown
 from penstock.errors import ConfigError
@@ -171,7 +171,7 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     for key, item in tree.value.items():
         if key not in known:
             of_the_file = section or cls is TrainConfig
-            there = (counterpart(key, section, known) or _elsewhere(key, section)) if of_the_file else None
+            there = (counterpart(key, section) or _elsewhere(key, section)) if of_the_file else None
             said = unknown(key, list(known), takes=named, form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
@@ -211,7 +211,7 @@ def unknown(
     takes: str,
     what: str = "setting",
     form: str = "{}",
-    there: Counterpart | str | None = None,
+    there: str | None = None,
 ) -> str:
     """The message for a key that is none of the ``known`` ones. ``takes``: who takes these; ``what``: a key is called,
     and ``form``: it is written, in the message. ``there``: the counterpart here of a key that is another tool's.

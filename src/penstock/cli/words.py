@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
 from penstock.cli.settings import options_of, read, unknown
-from penstock.config.elsewhere import counterpart_among
+from penstock.config.elsewhere import counterpart
 from penstock.config.meanings import by_need, is_required, joined_rows, meanings, names_in
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
@@ -107,7 +107,7 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
         if hint is None and SETTINGS not in hints_of(kind):
             known = [_flag(key).removeprefix("--") for key in options]
             key = flag.removeprefix("--")
-            there = counterpart_among(key, options, spelled=_flag) if kind.of_a_run else None
+            there = counterpart(key) if kind.of_a_run else None
             raise ConfigError(unknown(key, known, takes=kind.command, what="option", form="--{}", there=there))
         if hint is bool:
             if equals or (rest and rest[0] in ("true", "false")):
