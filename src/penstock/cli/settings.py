@@ -18,7 +18,7 @@ from penstock.cli.located import RUN, Located, dump_yaml, is_plain_text, parse_y
 from penstock.config import TrainConfig
 from penstock.config.elsewhere import counterpart
 from penstock.config.meanings import by_need, is_required, meanings
-from penstock.documents.typed import LARGEST, NAMES, fits, hints_of, shown
+from penstock.documents.typed import NAMES, fits, hints_of, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
@@ -282,26 +282,15 @@ def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
     """True if ``item`` is of one type that is no union, and its value as that type."""
     value = item.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args and isinstance(value, type(args[0])), value
-    if origin is tuple and args[-1] is Ellipsis and is_dataclass(args[0]) and isinstance(value, dict):
+    if isinstance(value, dict) and origin is tuple and args[-1] is Ellipsis and is_dataclass(args[0]):
         value = [item]  # one mapping is a list of it
-    if origin is tuple and isinstance(value, list):
-        inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+    if isinstance(value, list) and isinstance(origin, type) and issubclass(origin, Sequence):
+        inner = list(args) if origin is tuple and args[-1] is not Ellipsis else [args[0]] * len(value)
         return len(inner) == len(value), tuple(_convert(v, h, key) for v, h in zip(value, inner, strict=False))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, dict), item.plain()
-    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not tuple:
-        return isinstance(value, list), tuple(_convert(v, args[0], key) for v in value) if isinstance(
-            value, list
-        ) else ()
-    if hint is float:
-        return fits(value, float), float(typing.cast(float, value)) if fits(value, float) else None
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST, value
-    if hint is Path:
-        return isinstance(value, str), Path(value) if isinstance(value, str) else None
-    return isinstance(hint, type) and isinstance(value, hint), value
+    if isinstance(value, dict):
+        return isinstance(origin, type) and issubclass(origin, Mapping), item.plain()
+    found = fits(value, str if hint is Path else hint)
+    return found, hint(value) if found and hint in (float, Path) else value
 
 
 def _expected(options: Sequence[Any]) -> str:
