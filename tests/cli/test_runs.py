@@ -85,6 +85,13 @@ def test_a_link_hides_no_run_that_is_there_without_it(tmp_path: Path, capsys: py
     assert sorted(run["folder"] for run in json.loads(out)) == [str(run) for run in runs]
 
 
+def test_what_is_in_a_run_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run", done=2)
+    made(run / "kept" / "before", done=2)
+    out, _ = said(capsys, tmp_path, "--json")
+    assert [found["folder"] for found in json.loads(out)] == [str(run)]
+
+
 def test_a_line_of_the_list_is_one_on_a_terminal_whatever_a_folder_is_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

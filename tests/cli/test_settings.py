@@ -183,6 +183,7 @@ def test_all_that_stands_for_other_tools_settings_exists() -> None:
         ("steps", "many", "whole number"),
         ("steps", "1.5", "whole number"),
         ("steps", "true", "whole number"),
+        ("stage", "true", "one of 0, 1, 2, 3"),
         ("steps", "0", "at least 1"),
         ("run", "7", "text"),
         ("optimizer.lr", "fast", "a number"),
