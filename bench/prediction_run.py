@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 import penstock
-from penstock.cli.model import build_model
+from penstock.cli.model import run_model
 from penstock.cli.settings import load
 from penstock.hardware.machine import load_machine
 from penstock.planner.plan import Plan
@@ -122,7 +122,7 @@ def run(case: Case, profile: Path, steps: int, folder: Path) -> Outcome:
     """A first step, which plans, and ``steps`` measured ones."""
     config = load(Path(__file__).resolve().parent.parent / "examples" / "demo.yaml", {})
     torch.manual_seed(0)
-    model: Any = build_model(config.model, config.data)
+    model: Any = run_model(config.model, config.data).model
     tokens = torch.Generator().manual_seed(0)
 
     def step() -> list[dict[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from penstock.config.elsewhere import ELSEWHERE, Counterpart
+from penstock.config.elsewhere import HERE
 from tests.documented import ROOT
 
 PAGE = ROOT / "docs" / "migration.md"
@@ -11,16 +11,22 @@ HEAD = "| elsewhere | here | what differs |\n|---|---|---|\n"
 
 def table() -> str:
     """A row for each counterpart, with all the names that it stands for."""
-    names: dict[Counterpart, list[str]] = defaultdict(list)
-    for name, found in ELSEWHERE.items():
-        names[found].append(name)
-    rows = (
-        f"| {_code(theirs)} | {_code(found.keys) or 'nothing'} | {found.differs} |" for found, theirs in names.items()
-    )
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, said in HERE.items():
+        names[said].append(name)
+    rows = (f"| {_code(theirs)} | {' | '.join(_in_two(said))} |" for said, theirs in names.items())
     return HEAD + "\n".join(row.replace("|  |", "| |") for row in rows) + "\n"
 
 
-def _code(words: list[str] | tuple[str, ...]) -> str:
+def _in_two(said: str) -> tuple[str, str]:
+    """The settings here, and what differs."""
+    if said.startswith("drop it: "):
+        return "nothing", said.removeprefix("drop it: ")
+    keys, _, differs = said.partition(" (")
+    return _code(keys.split(" and ")), differs.removesuffix(")")
+
+
+def _code(words: list[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from penstock import cli
-from penstock.cli import main, plan_text
+from penstock.cli import main
 from penstock.cli.arguments import TrainArguments
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.metrics import MetricsFile, metrics_of, with_figures
@@ -38,7 +38,7 @@ from penstock.config import (
 from penstock.config.sizes import format_flops
 from penstock.errors import ConfigError
 from penstock.hardware.machine import Machine
-from penstock.report.sentence import LANE_WORDS, share_of_life
+from penstock.report.sentence import LANE_NAMES, LANE_WORDS, share_of_life
 from penstock.schedule.ir.lanes import LANES, Lane
 from penstock.state.stats import StepStats
 from penstock.store.layout import Layout
@@ -327,7 +327,7 @@ def test_in_few_columns_the_live_view_has_all_of_its_numbers(width: int) -> None
 
 
 def test_every_lane_has_words() -> None:
-    assert set(plan_text.LANES) == set(LANE_WORDS) == set(LANES)
+    assert set(LANE_NAMES) == set(LANE_WORDS) == set(LANES)
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from penstock.cli import model
-from penstock.cli.model import build_model, parameter_count
+from penstock.cli.model import run_model
 from penstock.config import DataConfig, ModelConfig, TokenizerConfig, TokenizerTrainingConfig
 from penstock.errors import ConfigError
+from penstock.hf.models.shell import parameter_count
 
 DATA = DataConfig(
     sources="stdlib",
@@ -18,7 +19,7 @@ LLAMA = {**SMALL, "num_attention_heads": 4}
 
 
 def test_the_model_has_the_tokenizers_vocabulary_and_no_memory() -> None:
-    model = build_model(ModelConfig(init=True, config=LLAMA), DATA)
+    model = run_model(ModelConfig(init=True, config=LLAMA), DATA).model
     embedding = model.get_input_embeddings()  # type: ignore[operator] # Hugging Face's, on every model
     assert embedding.weight.shape == (512, 64)
     assert all(p.device == torch.device("meta") for p in model.parameters())
@@ -27,8 +28,9 @@ def test_the_model_has_the_tokenizers_vocabulary_and_no_memory() -> None:
 
 
 def test_a_tied_parameter_counts_once() -> None:
-    untied = parameter_count(build_model(ModelConfig(init=True, config=LLAMA), DATA))
-    tied = parameter_count(build_model(ModelConfig(init=True, config={**LLAMA, "tie_word_embeddings": True}), DATA))
+    untied = parameter_count(run_model(ModelConfig(init=True, config=LLAMA), DATA).model)
+    tying = ModelConfig(init=True, config={**LLAMA, "tie_word_embeddings": True})
+    tied = parameter_count(run_model(tying, DATA).model)
     assert untied - tied == 512 * 64
 
 
@@ -50,7 +52,7 @@ def test_a_tied_parameter_counts_once() -> None:
 )
 def test_settings_that_would_be_ignored_or_cannot_work_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_model(ModelConfig(init=True, config={**LLAMA, **changes}), DATA)
+        run_model(ModelConfig(init=True, config={**LLAMA, **changes}), DATA)
 
 
 def test_a_type_that_the_installed_transformers_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_a_type_that_the_installed_transformers_cannot_make_is_refused(monkeypat
 
     monkeypatch.setattr(model, "CONFIG_MAPPING", {"odd": Odd})
     with pytest.raises(ConfigError, match="'odd': the installed transformers cannot make one of it: Unrecognized"):
-        build_model(ModelConfig(init=True, config={"model_type": "odd"}), DATA)
+        run_model(ModelConfig(init=True, config={"model_type": "odd"}), DATA)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +77,10 @@ def test_a_type_that_the_installed_transformers_cannot_make_is_refused(monkeypat
 )
 def test_a_model_that_would_see_what_it_is_to_predict_is_refused(kind: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_model(ModelConfig(init=True, config={"model_type": kind}), DATA)
+        run_model(ModelConfig(init=True, config={"model_type": kind}), DATA)
 
 
 def test_models_that_only_share_a_key_with_encoders_are_not_refused() -> None:
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    build_model(ModelConfig(init=True, config={"model_type": "bert", "is_decoder": True, **small}), DATA)
-    build_model(ModelConfig(init=True, config={"model_type": "gpt_neox", **small}), DATA)
+    run_model(ModelConfig(init=True, config={"model_type": "bert", "is_decoder": True, **small}), DATA)
+    run_model(ModelConfig(init=True, config={"model_type": "gpt_neox", **small}), DATA)

@@ -16,11 +16,9 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.cli.durable import with_durability
-from penstock.cli.plan import ModelArguments, read_arguments
 from penstock.cli.settings import load
 from penstock.cli.split import cut_batch
 from penstock.cli.task import as_free_here, check_names
-from penstock.cli.words import declared, takes_no_value
 from penstock.hardware.machine import Between, Machine, Network, parse_machine
 from penstock.hardware.profiles import save_profile
 from penstock.planner.ask import PlanReport, plan, report
@@ -306,14 +304,14 @@ def test_unknown_names_say_what_is_near(capsys: pytest.CaptureFixture[str]) -> N
     assert "cannot read the settings" in refused(capsys, "missing.yaml", "--machine", "a100-40g")
 
 
-def test_an_option_of_the_other_form_says_which_it_is_for(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_the_other_form_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--model", "gpt-65b", "--machine", "a100-40g")
-    for flag in ("--ranks", "--epoch-tokens"):
-        assert f"{flag} is for a settings file, and none is given" in refused(capsys, *model, flag, 2)
-    for flag in ("--config", "--settings"):
-        assert f"there is no option {flag}" in refused(capsys, *model, flag, config), "no form has it"
+    for flag in ("--ranks", "--epoch-tokens", "--config", "--settings"):
+        assert f"there is no option {flag}" in refused(capsys, *model, flag, 2)
     assert "--tokens is for a model without a settings file" in refused(capsys, config, "--tokens", "5M")
-    assert "--momentum takes no value" in refused(capsys, *model, "--momentum", "true")
+    assert "--longest takes no value" in refused(capsys, *model, "--longest", "true")
+    assert main(["plan", *model, "--optimizer", "sgd", "--momentum", "0.9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +556,7 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
         (("a.yaml", "b.yaml"), "a.yaml and b.yaml"),
         (("a.yaml", "b.yaml", "--model", "gpt-65b"), "a.yaml and b.yaml"),
         (("--model", "gpt-65b", "--frobnicate", "1"), "there is no option --frobnicate"),
-        (("--model", "gpt-65b", "--gradient-accumulation-steps", "4"), "here it is --batch\n"),
+        (("--model", "gpt-65b", "--gradient-accumulation-steps", "4"), "in a settings file it is batch.sequences ("),
         (("--model", "gpt-65b", "--learning_rate", "1"), "--learning_rate; in a settings file it is optimizer.lr\n"),
         (("--model", "gpt-65b", "--batch"), "--batch needs a value"),
         (("--model", "gpt-65b", "--machine", "a100-40g", "--batch", "0"), "--batch=0: must be a whole number"),
@@ -578,18 +576,6 @@ def test_what_several_ranks_cannot_have_planned(config: Path, capsys: pytest.Cap
 )
 def test_bad_words(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
     assert said in refused(capsys, *words)
-
-
-def test_every_switch_of_a_model_is_taken_without_a_value_wherever_it_stands() -> None:
-    """Of a file they would be settings, which have values."""
-    switches = [option.flag for option in declared(ModelArguments) if takes_no_value(option.hint)]
-    assert "--momentum" in switches
-    words = ["--model", "llama-8b", "--optimizer", "sgd"]
-    for switch in switches:
-        for at in (0, 2, 4):
-            found = read_arguments([*words[:at], switch, *words[at:]])
-            assert isinstance(found, ModelArguments)
-            assert getattr(found, switch.removeprefix("--")) is True
 
 
 @pytest.mark.usefixtures("brief")

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +85,13 @@ def test_a_link_hides_no_run_that_is_there_without_it(tmp_path: Path, capsys: py
     assert sorted(run["folder"] for run in json.loads(out)) == [str(run) for run in runs]
 
 
+def test_what_is_in_a_run_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run", done=2)
+    made(run / "kept" / "before", done=2)
+    out, _ = said(capsys, tmp_path, "--json")
+    assert [found["folder"] for found in json.loads(out)] == [str(run)]
+
+
 def test_a_line_of_the_list_is_one_on_a_terminal_whatever_a_folder_is_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,22 +172,3 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     out, err = said(capsys, tmp_path, code=1)
     assert "good" in out
     assert f"not shown: {tmp_path / 'bad'}" in err
-
-
-def test_a_folder_that_may_not_be_entered_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made(tmp_path / "a", done=1)
-    (closed := tmp_path / "closed").mkdir()
-    scandir = os.scandir
-
-    def guarded(path: str) -> Any:
-        """As the system does, unless root asks."""
-        if Path(path) == closed:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(closed))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", guarded)
-    out, err = said(capsys, tmp_path, code=1)
-    assert str(tmp_path / "a") in out
-    assert err == f"penstock: not shown: {closed}: Permission denied\n"

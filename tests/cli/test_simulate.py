@@ -392,7 +392,7 @@ WRONG_WORDS: dict[str, tuple[list[str], str]] = {
     "unknown option": (["1f1b", "--rank", "2"], "there is no option --rank; did you mean --ranks?"),
     "another tool's option": (
         ["vertical", "--offload-param", "disk"],
-        "--offload-param; here it is --weights",
+        "--offload-param; in a settings file it is budget.weights",
     ),
     "option of another family": (["1f1b", "--virtual-stages", "2"], "--virtual-stages does nothing for 1f1b"),
     "option of offload": (["fsdp", "--delay", "0.5"], "--delay does nothing for fsdp"),

@@ -341,12 +341,10 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert "8, on 2 NUMA nodes" in text
     assert "an op of a model 12.5 µs of the host, however little it computes" in " ".join(text.split())
     assert "1,000        5,000" in text
-    assert "    gradients, cast by the device               9,000          1,100" in text
-    assert "    gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text
+    assert "  gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text
     (row,) = (line.split() for line in text.splitlines() if "rather" in line)
     assert " ".join(row) == "/mnt/a-rather-long-name/of/a/directory 5 3 4 + 2.5 500 GiB ssd, NUMA node 0"
     assert "0.099" in text
-    assert "    cpu                              1.25x" in text
     assert "  between                 GB/s each  collective\n    hosts                      1.25     0.10 ms\n" in text
     assert max(len(line) for line in text.splitlines()) <= 110
 

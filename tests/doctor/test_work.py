@@ -195,7 +195,7 @@ def test_work_beside_other_work_is_never_reported_as_faster(monkeypatch: pytest.
     monkeypatch.setattr(device, "rate", lambda load, span: 5e9)
     monkeypatch.setattr(work, "copies", lambda name, where, closing: sleeper(name, 0))
     found = device.links(CPU, 0.01, 1)
-    assert (found.h2d, found.h2d_both, found.d2h_both) == (5e9, 5e9, 1e9)
+    assert (found["h2d"], found["h2d_both"], found["d2h_both"]) == (5e9, 5e9, 1e9)
 
 
 def test_lanes_that_share_a_resource_evenly_have_contention_one() -> None:

@@ -347,7 +347,7 @@ def test_a_way_to_share_the_model_that_accelerate_launch_was_told_is_refused(tmp
 def test_a_name_that_is_none_of_the_engines_says_what_stands_for_it() -> None:
     ours: Any = penstock.hf.EngineArguments
     budget = penstock.Budget(device="1GiB", host="1GiB")
-    for given, hint in ({"pp": 2}, "here it is pipeline"), ({"pipelin": 2}, "Did you mean 'pipeline'"):
+    for given, hint in ({"pp": 2}, "in a settings file it is pipeline"), ({"pipelin": 2}, "Did you mean 'pipeline'"):
         with pytest.raises(TypeError, match=rf"EngineArguments\(\) got an unexpected keyword argument .*{hint}"):
             ours(budget=budget, **given)
     assert ours(budget=budget, pipeline=2).pipeline == 2

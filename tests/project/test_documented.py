@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
 import penstock.hf
-from penstock.cli import COMMANDS, completion, doctor, export, init, main, plan, report, reshard, simulate, verify
+from penstock.cli import COMMANDS, doctor, export, init, main, plan, report, reshard, simulate, verify
 from penstock.cli.arguments import ResumeArguments, TrainArguments
 from penstock.cli.located import parse_yaml
 from penstock.cli.settings import load, settings_below
@@ -177,7 +177,7 @@ PARSERS = {
     "plan": plan.read_arguments,
     **{
         room.__name__.rpartition(".")[2]: partial(read_words, room.Arguments)
-        for room in (completion, doctor, export, init, report, reshard, verify)
+        for room in (doctor, export, init, report, reshard, verify)
     },
     "simulate": partial(read_words, simulate.Arguments),
 }

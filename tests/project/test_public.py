@@ -210,11 +210,11 @@ def test_an_unknown_argument_is_named_before_one_that_is_missing() -> None:
 @pytest.mark.parametrize(
     ("name", "there"),
     [
-        ("offload_param", "here it is budget.weights"),  # and not the argument ``weights``
-        ("learning_rate", "here it is optimizer.lr"),
-        ("max_grad_norm", "here it is clip_grad_norm"),
-        ("optim", "here it is optimizer"),
-        ("output_dir", "in a settings file it is run"),
+        ("offload_param", r"in a settings file it is budget\.weights \(device, host or disk\)"),
+        ("learning_rate", "in a settings file it is optimizer.lr"),
+        ("max_grad_norm", r"in a settings file it is clip_grad_norm \(null, not 0, turns it off\)"),
+        ("optim", r"in a settings file it is optimizer\.name \(.*\)"),
+        ("output_dir", r"in a settings file it is run \(the one folder of the run\)"),
         ("pp", r"here it is mesh=penstock\.torchrun_mesh\(pp=N\), in each process that torchrun has started"),
         ("pipeline", r"here it is mesh=penstock\.torchrun_mesh\(pp=N\), .*"),
         ("cp", r"here it is mesh=penstock\.torchrun_mesh\(cp=N\), .*"),
@@ -229,7 +229,9 @@ def test_another_tools_name_for_an_argument_is_answered_with_what_stands_for_it(
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}': {there}$"):
         wrap(torch.nn.Linear(1, 1), **{name: 1})
     plan: Callable[..., object] = penstock.plan
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nvme_path': here it is budget.disk$"):
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'nvme_path': in a settings file it is budget.disk$"
+    ):
         plan("llama-8b", nvme_path="/ssd")
 
 

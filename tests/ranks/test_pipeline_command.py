@@ -56,7 +56,7 @@ def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path
     assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
     assert "Stopped after step 1 of 4" in ended[0][1]
     shares = refused(tmp_path, "resume", "run")
-    assert "pipeline=2: this is one process, which cannot be pipelines of as many each. Start as many" in shares
+    assert "pipeline=2 is of several processes, and this is one: start them with torchrun" in shares
     assert "has the state of a pipeline of 2 ranks: this is one" in refused(
         tmp_path, "resume", "run", "--pipeline", "1"
     )
@@ -208,13 +208,11 @@ def test_settings_that_a_pipeline_has_no_use_for_are_refused_by_name(what: str, 
 
 def test_processes_that_are_no_such_pipeline_are_told_at_once(tmp_path: Path) -> None:
     write_run(tmp_path, run=tmp_path / "run")
-    assert (
-        "Start as many, or a multiple (torchrun --nproc-per-node 2 -m penstock ...), or give --pipeline 1"
-        in refused(tmp_path, "train", "config.yaml", *PIPELINE)
-    )
+    said = "start them with torchrun --nproc-per-node N, or leave pipeline out"
+    assert said in refused(tmp_path, "train", "config.yaml", *PIPELINE)
     for code, _, errors in launched(2, ["train", "config.yaml", "--pipeline", "3"], tmp_path):
         assert code == 2
-        assert "pipeline=3: this is 2 ranks, which cannot be pipelines of as many each" in errors
+        assert "pipeline=3: 2 ranks cannot be pipelines of as many each: start a multiple of 3" in errors
     assert not (tmp_path / "run").exists()
 
 

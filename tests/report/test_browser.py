@@ -9,14 +9,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.cli import main
-from penstock.cli.report import gather
 from penstock.engine.trace import TraceEvent, TraceWriter
 from penstock.errors import ScheduleError
 from penstock.report.prediction import Prediction
@@ -27,6 +25,7 @@ from penstock.schedule.ir.ops import Op, Pool, Schedule
 from penstock.schedule.ir.references import LANE_OF, OpId
 from penstock.schedule.ir.text import buffer, op_id
 from penstock.schedule.ir.worlds import World
+from penstock.sim.cause import parse_cause
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.reports import offload_schedule, ran_as, simulated, write_lines, write_run
@@ -266,14 +265,15 @@ def test_pointing_at_an_op_says_what_it_is_and_what_it_waited_for(opened: Page, 
         assert "Recompute and backward of stage 2, micro-batch 1" in said
         assert "predicted" in said
         assert "measured" in said
-    index = max(range(len(prediction.waits)), key=lambda i: prediction.waits[i] * bool(prediction.causes[i]))
+    ops = prediction.ops
+    index = max(range(len(ops.waited)), key=lambda i: ops.waited[i] * bool(ops.cause[i]))
     op = prediction.schedule.ops[index]
-    start, end = prediction.starts[index], prediction.ends[index]
+    start, end = ops.start[index], ops.end[index]
     opened.js("([a, b]) => penstock.timeline.show(a, b)", [start - 3 * (end - start), end + 3 * (end - start)])
     opened.view()
     said = opened.hover(0, op.id)
     assert said.startswith(op.id)
-    cause = prediction.causes[index]
+    cause = parse_cause(ops.cause[index])
     assert cause is not None
     assert (cause.pool or cause.op) in said
     if op.nbytes:
@@ -288,7 +288,7 @@ def test_an_op_is_found_by_its_id(opened: Page) -> None:
     low, high = opened.view()
     prediction = Prediction.of(simulated(offload_schedule(), 0))
     index = [op.id for op in prediction.schedule.ops].index("B1m1")
-    assert low <= prediction.starts[index] < prediction.ends[index] <= high
+    assert low <= prediction.ops.start[index] < prediction.ops.end[index] <= high
     assert high - low < (before[1] - before[0]) / 2
     assert opened.page.locator("#tip").inner_text().startswith("B1m1")
     box.fill("B99m9")
@@ -527,35 +527,6 @@ def test_layers_have_colours_of_their_own_and_backward_is_lighter(tab: Any, tmp_
     assert light["B0m0"] > light["F0m0"]
     assert light["B3m0"] > light["F3m0"]
     page.close()
-
-
-def test_a_page_that_keeps_up_is_where_it_was_and_waits_while_it_is_pointed_at(browser: Any, tmp_path: Path) -> None:
-    """The page looks at the file when the test says so: a machine that is busy takes longer than any pause."""
-    write_run(tmp_path / "run")
-    report = replace(gather(tmp_path / "run", None), refresh=1)
-    path = tmp_path / "report.html"
-    path.write_text(run_page(report), encoding="utf-8")
-    tab = browser.new_page(viewport={"width": 1280, "height": 900})
-    tab.add_init_script("window.setInterval = (look, pause) => Object.assign(window, { look, pause })")
-    page = Page(tab, path)
-    assert page.js("() => window.pause") == 1000
-    end = page.view()[1]
-    page.js("([from, to]) => penstock.timeline.show(from, to)", [end / 4, end / 2])
-    page.js("() => { document.querySelector('details').open = true; scrollTo(0, 120); window.first = true; }")
-    page.page.mouse.move(*page.middle())
-    path.write_text(run_page(replace(report, name="later")), encoding="utf-8")
-    page.js("() => window.look()")
-    page.page.wait_for_timeout(500)
-    assert page.js("() => window.first")
-    page.page.mouse.move(0, 0)
-    page.js("() => setTimeout(window.look)")
-    page.page.locator("h1", has_text="later").wait_for()
-    page.page.locator("html[data-ready=yes]").wait_for()
-    assert page.view() == pytest.approx((end / 4, end / 2))
-    assert page.js("() => document.querySelector('details').open")
-    assert page.js("() => scrollY") == 120
-    page.close()
-    tab.close()
 
 
 def test_curves_of_many_steps_are_a_line_over_the_band_of_its_steps_with_gaps(tab: Any, tmp_path: Path) -> None:

@@ -5,16 +5,14 @@ import builtins
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -54,7 +52,6 @@ from penstock.schedule.ir.worlds import World
 from penstock.sim.cause import Cause
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
-from penstock.store.directory import DirectoryLock
 from tests.conftest import Campaign
 from tests.reports import offload_schedule, ran_as, simulated, write_lines, write_run
 
@@ -200,7 +197,7 @@ def test_a_page_holds_every_op_of_both_sides_in_stretches_that_never_overlap(tmp
     predicted = facts["sides"][0]
     by_name = dict(zip([facts["names"][i] for i in column(predicted["id"])], column(predicted["end"]), strict=True))
     assert by_name == {
-        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ends, strict=True)
+        op.id: end for op, end in zip(report.prediction.schedule.ops, report.prediction.ops.end, strict=True)
     }
 
 
@@ -713,137 +710,6 @@ def test_the_report_needs_no_torch_and_no_matplotlib() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ---- a run that goes on
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The lock of a folder is held as if a process trained the run in it."""
-    lock = DirectoryLock(folder, name=RUN_LOCK)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _refresh(page: str) -> int | None:
-    """Seconds after which a page loads itself again."""
-    found = _unpacked(page)[0]["refresh"]
-    assert found is None or isinstance(found, int)
-    return found
-
-
-def test_a_page_keeps_up_with_a_run_until_that_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    write_run(folder)
-    trace = (folder / "trace.json").read_bytes()
-    (folder / "trace.json").unlink()
-    lock = DirectoryLock(folder, name=RUN_LOCK)
-    page, seen = folder / "report.html", list[str]()
-
-    def go_on(_: float) -> None:
-        """What happens in the pauses of the one who follows."""
-        seen.append(page.read_text() if page.exists() else "")
-        match len(seen):
-            case 1:
-                (folder / "trace.json").write_bytes(trace)
-            case 3:
-                with (folder / "metrics.jsonl").open("a") as metrics:
-                    metrics.write('{"step": 4, "loss": 0.5, "seconds": 1.0, "tokens": 512}\n{"step": 5, "lo')
-            case 4:
-                lock.release()
-
-    monkeypatch.setattr("penstock.cli.report.time", SimpleNamespace(sleep=go_on, monotonic=lambda: 0.0))
-    assert main(["report", str(folder), "--follow"]) == 0
-    assert seen[0] == ""
-    assert list(map(_refresh, seen[1:])) == [5, 5, 5]
-    assert seen[1] == seen[2]
-    assert seen[1] != seen[3]
-    assert "goes on" in seen[3]
-    assert _refresh(page.read_text()) is None
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in said[:2]] == ["it", "run"]
-    assert said[2].startswith(f"wrote {page} (")
-    assert len(said) == 3
-
-
-def test_a_run_that_has_not_begun_yet_is_waited_for_with_a_line_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The folder has a lock from the start on; settings, record and trace come later."""
-    folder, made = tmp_path / "run", tmp_path / "made"
-    folder.mkdir()
-    write_run(made)
-    lock, pauses = DirectoryLock(folder, name=RUN_LOCK), list[str]()
-
-    def go_on(_: float) -> None:
-        pauses.append(capsys.readouterr().out)
-        match len(pauses):
-            case 2:
-                for file in made.iterdir():
-                    if file.is_file():
-                        shutil.copy(file, folder)
-            case 3:
-                lock.release()
-
-    monkeypatch.setattr("penstock.cli.report.time.sleep", go_on)
-    assert main(["report", str(folder), "--follow"]) == 0
-    assert pauses[0] == f"the run in {folder} has not begun yet: waiting for it, and for its first step\n"
-    assert pauses[1] == ""
-    assert "keeps up with the run" in pauses[2]
-    assert (folder / "report.html").exists()
-
-
-def test_who_follows_a_run_without_a_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    write_run(folder)
-    (folder / "trace.json").unlink()
-    settings = folder / "config.yaml"
-    settings.write_text(re.sub(r"trace_steps: \d+", "trace_steps: 0", settings.read_text()))
-    with _held(folder):
-        assert main(["report", str(folder), "--follow"]) == 2
-    assert "holds no trace: train with trace_steps above 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [[], ["--step", "7"]])
-def test_who_stops_waiting_for_the_first_page_is_told_nothing_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    folder = tmp_path / "run"
-    write_run(folder)
-    if not words:
-        (folder / "trace.json").unlink()
-
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("penstock.cli.report.time.sleep", interrupt)
-    with _held(folder):
-        assert main(["report", str(folder), "--follow", *words]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    assert "waiting for it" in said.out
-    assert not (folder / "report.html").exists()
-
-
-def test_ctrl_c_ends_the_page_that_keeps_up_and_leaves_one_that_rests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    write_run(folder)
-
-    def interrupt(_: float) -> None:
-        assert _refresh((folder / "report.html").read_text()) == 5
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("penstock.cli.report.time.sleep", interrupt)
-    with _held(folder):
-        assert main(["report", str(folder), "--follow"]) == 0
-    assert _refresh((folder / "report.html").read_text()) is None
-
-
 def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -857,7 +723,13 @@ def test_a_run_whose_folder_has_a_name_that_is_not_utf8_has_a_page(
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(599.0, "599 s"), (600.0, "10 min"), (59_940.0, "999 min"), (59_970.0, "17 hours"), (4.1e7, "11,389 hours")],
+    [
+        (599.0, "599 s"),
+        (600.0, "10 min"),
+        (7_190.0, "120 min"),
+        (172_700.0, "48 hours"),
+        (4.1e7, "475 days"),
+    ],
 )
 def test_long_times_are_written_out(seconds: float, said: str) -> None:
     assert format_long_time(seconds) == said

@@ -50,7 +50,7 @@ def test_no_name_and_no_command_are_told_what_there_is(capsys: pytest.CaptureFix
     assert main(["simulat"]) == 2
     assert capsys.readouterr().err == (
         "penstock: there is no command simulat; did you mean simulate? (penstock takes init, train, resume, verify, "
-        "export, reshard, plan, simulate, runs, report, doctor, completion)\n"
+        "export, reshard, plan, simulate, runs, report, doctor)\n"
     )
     assert main(["xyzzy"]) == 2
     assert "init, train, resume" in capsys.readouterr().err

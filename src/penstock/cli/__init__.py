@@ -223,7 +223,7 @@ def _needing_hf(command: str) -> Iterator[None]:
 
 _OF_RANKS = ("train", "resume", "doctor")
 """Commands that several processes run together; any other is refused in more than one process."""
-_OTHERS = ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor", "completion")
+_OTHERS = ("verify", "export", "reshard", "plan", "simulate", "runs", "report", "doctor")
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "init": partial(_other, "init"),
     "train": _train,

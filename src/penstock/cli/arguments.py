@@ -33,7 +33,6 @@ penstock: trains language models that do not fit in memory
   penstock runs [FOLDER ...] [--compare]             list runs; show what two differ in, and their figures side by side
   penstock report RUN [--svg] [--step N]             one HTML page of what a run did, beside what was predicted
   penstock doctor [--path DIR ...]                   measure this machine for plans, and say what is wrong with it
-  penstock completion bash|zsh|fish                  a script with which the shell completes all of this
   penstock COMMAND --help                            what a command takes
   penstock --version
 """

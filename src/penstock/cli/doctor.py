@@ -19,7 +19,7 @@ from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
 from penstock.hardware.crossing import faster_casts
 from penstock.hardware.drives import used_rates
-from penstock.hardware.machine import Crossing, Device, Drive, Host, Machine, Network
+from penstock.hardware.machine import Device, Drive, Host, Machine, Network
 from penstock.hardware.profiles import check_can_be_saved, save_profile, with_known_links
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -131,9 +131,8 @@ def describe(machine: Machine) -> str:
     parts = [
         [machine.name, *_host(machine.host), *_device(machine.device), *_lanes(machine)],
         [*_optimizer(machine)],
-        [*_crossing(machine.crossing)] if machine.crossing is not None else [],
+        [f"  {faster_casts(machine.crossing)}"] if machine.crossing is not None else [],
         [*_drives(machine.drives)] if machine.drives else [],
-        [*_contention(machine)] if machine.contention else [],
         [*_between(machine)] if _links(machine) else [],
         [*_wrong(machine.warnings)],
     ]
@@ -198,20 +197,6 @@ def _optimizer(machine: Machine) -> Iterator[str]:
         yield _row(f"  {kind}{moments}", "".join(f"{number / 1e6:>13,.0f}" for number in numbers))
 
 
-def _crossing(crossing: Crossing) -> Iterator[str]:
-    """Rates of gradients and weights between device and optimizer in bf16 precision, by who casts them."""
-    rows = {
-        "gradients, cast by the device": (crossing.grad_bf16, crossing.step_grad_bf16),
-        "gradients, cast by the optimizer": (crossing.grad_fp32, crossing.step_grad_rounded),
-        "weights, cast by the optimizer": (crossing.weights_bf16, crossing.step),
-        "weights, cast by the device": (crossing.weights_fp32, crossing.step_no_copy),
-    }
-    yield f"  {'million parameters/s':<36}{'link and cast':>15}{'AdamW on host':>15}"
-    for name, numbers in rows.items():
-        yield f"    {name:<34}" + "".join(f"{number / 1e6:>15,.0f}" for number in numbers)
-    yield f"    {faster_casts(crossing)}"
-
-
 def _drives(drives: Sequence[Drive]) -> Iterator[str]:
     width = max(22, *(len(drive.path) + 4 for drive in drives))
     yield f"  {'GB/s':<{width}}{'read':>8}{'write':>8}{'both at once':>16}{'free':>12}  kind"
@@ -228,16 +213,6 @@ def _drives(drives: Sequence[Drive]) -> Iterator[str]:
             yield f"    {'  ' + after:<{width - 2}}{'':>8}{_gb(left.write):>8}{both:>16}"
     if any(drive.kind not in ("tmpfs", "network") for drive in drives):
         yield "    " + used_rates(drives)
-
-
-def _contention(machine: Machine) -> Iterator[str]:
-    """A table of how many times as long a lane's work takes while another lane is busy all the time."""
-    slower = {tuple(pair.split("+")): 1 + value for pair, value in machine.contention.items()}
-    lanes = [lane for lane in ("compute", "cpu", "h2d", "d2h", "read", "write") if any(lane in p for p in slower)]
-    yield f"  {'takes longer beside':<22}" + "".join(f"{lane:>9}" for lane in lanes)
-    for lane in lanes:
-        cells = [f"{slower[lane, other]:.2f}x" if (lane, other) in slower else "" for other in lanes]
-        yield _row(f"  {lane}", "".join(f"{cell:>9}" for cell in cells)).rstrip()
 
 
 def _between(machine: Machine) -> Iterator[str]:

@@ -67,23 +67,17 @@ def launched(device: str | None, layout: "LayoutConfig") -> Iterator["Ranks"]:
         RankError: another rank has failed.
     """
     from penstock.engine.device import resolve_device
-    from penstock.errors import ConfigError
     from penstock.ranks.group import ALONE
     from penstock.ranks.process_groups import join
     from penstock.ranks.start import torchrun_mesh
 
-    count, pipeline = process_count(), layout.pipeline
-    if count % pipeline:
-        raise ConfigError(
-            f"pipeline={pipeline}: this is {in_words(count)}, which cannot be pipelines of as many each. "
-            f"Start as many, or a multiple ({how_to_start(pipeline)} ...), or give --pipeline {count}"
-        )
+    count = process_count()
     layout.check_started(count)
     if count == 1:
         yield ALONE
         return
     kind = resolve_device(device).type
-    mesh = torchrun_mesh(kind, copies=layout.copies, pp=pipeline, cp=layout.cp)
+    mesh = torchrun_mesh(kind, copies=layout.copies, pp=layout.pipeline, cp=layout.cp)
     ranks = join(mesh, resolve_device(device))
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter(f"rank {ranks.rank}: %(message)s"))

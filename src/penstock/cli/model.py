@@ -19,7 +19,6 @@ from penstock.errors import ConfigError, ModelError, StoreError
 from penstock.hf.models import kept, shell
 from penstock.hf.models.folder import CONFIG, resolve
 from penstock.hf.models.loading import load
-from penstock.hf.models.shell import parameter_count as parameter_count
 from penstock.hf.models.shift import shifts
 
 
@@ -131,11 +130,6 @@ def resumed_model(folder: Path, config: ModelConfig, data: DataConfig, *, in_sto
         rules=None if found.rules is None else tuple(found.rules),
         tokenizer=choose_tokenizer(data, str(found.folder)),
     )
-
-
-def build_model(config: ModelConfig, data: DataConfig) -> nn.Module:
-    """The model alone; see ``run_model``."""
-    return run_model(config, data).model
 
 
 def _from_scratch(config: ModelConfig, data: DataConfig) -> RunModel:

@@ -9,7 +9,7 @@ from penstock.config.sizes import format_parameters
 from penstock.hardware.machine import Machine
 from penstock.planner.dealt import Pipeline
 from penstock.planner.update_mode import steps_early
-from penstock.report.sentence import bottleneck, format_time
+from penstock.report.sentence import bottleneck, format_long_time
 
 
 def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int | None) -> Iterator[str]:
@@ -33,12 +33,12 @@ def describe(found: Pipeline, config: TrainConfig, machine: Machine, steps: int 
     )
     yield ""
     yield (
-        f"step        {format_time(simulation.time)} for {found.tokens:,} tokens: "
+        f"step        {format_long_time(simulation.time)} for {found.tokens:,} tokens: "
         f"{found.tokens / step.seconds:,.0f} tokens/s"
         + (f"; {step.repeats:.0%} of the steps run twice" if step.repeats else "")
     )
     if steps is not None:
-        yield f"the run     {steps:,} steps: {format_time(steps * step.seconds)} without a break"
+        yield f"the run     {steps:,} steps: {format_long_time(steps * step.seconds)} without a break"
     yield ""
     heads = ("state", "device", "host", "disk", "sent")
     who = "rank" if found.beside == 1 else "ranks"

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -14,17 +13,7 @@ from penstock.cli.plan_hosts import check_hosts, compare
 from penstock.cli.settings import load
 from penstock.cli.split import check_of_pipeline, check_sums, dealt_batch
 from penstock.cli.task import as_free_here, check_names, shape_of, shipped_shape, task_of
-from penstock.cli.words import (
-    SETTINGS,
-    TRUTHS,
-    Words,
-    declared,
-    help_of,
-    no_value,
-    read_words,
-    split_words,
-    takes_no_value,
-)
+from penstock.cli.words import Words, help_of, read_words, split_words
 from penstock.config import BatchConfig, Durability, TrainConfig, fields_of, format_size, parse_size
 from penstock.config.quantities import parse_count
 from penstock.config.sizes import MEMORY_LEAST, check_size
@@ -155,34 +144,18 @@ def help_text() -> str:
 
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Raises ConfigError: as ``read_words``; or there is no model."""
-    switches = _switches(ModelArguments) - _switches(FileArguments)  # of a file they would be settings, with a value
-    plain, flags = split_words(FileArguments, [word for word in words if word not in switches])
-    for word, after in pairwise(words):
-        if word in switches and plain == [after] and after in TRUTHS:
-            raise ConfigError(no_value(word))
-    given = {flag.removeprefix("--").replace("-", "_") for flag, _ in flags}
-    settings = {key for key in given if key.partition(".")[0] in hints_of(TrainConfig)}
-    own = {*hints_of(FileArguments), *hints_of(ModelArguments)}
+    plain, flags = split_words(FileArguments, words)
+    given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags}
     if plain:
         if "tokens" in given:  # which of a file would be taken for those of a batch
             raise ConfigError("--tokens is for a model without a settings file, whose steps or epochs say it")
         return read_words(FileArguments, words)
+    known = {*hints_of(FileArguments), *hints_of(ModelArguments), *hints_of(TrainConfig)}
     # Without a file an option that is none of either form is a misspelt one, perhaps --model.
-    if "model" in given or given - own - settings or switches.intersection(words):
-        for flag, value in flags:
-            if flag == "--schedule":
-                check_streamed(value)
-        of_files = {*hints_of(FileArguments)} - {*hints_of(ModelArguments), *FileArguments.operands, SETTINGS}
-        for key in sorted(given & of_files):
-            said = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{said} is for a settings file, and none is given: penstock plan CONFIG.yaml {said} N")
-        return read_words(ModelArguments, words)
-    return read_words(FileArguments, words)
-
-
-def _switches(kind: type[Words]) -> set[str]:
-    """The options that take no value."""
-    return {option.flag for option in declared(kind) if takes_no_value(option.hint)}
+    if "model" not in given and all(key.partition(".")[0] in known for key in given):
+        return read_words(FileArguments, words)
+    check_streamed(given.get("schedule"))
+    return read_words(ModelArguments, words)
 
 
 @no_collection()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.launch import MOST_RANKS
-from penstock.cli.plan_text import LANES
 from penstock.cli.task import check_names, task_of
 from penstock.cli.words import columns
 from penstock.config import format_size, parse_size
@@ -26,7 +25,7 @@ from penstock.planner.ask import measured, task_for
 from penstock.planner.comparison import Comparison, compared
 from penstock.planner.layouts import Asked, Outcome
 from penstock.planner.task import own_budget
-from penstock.report.sentence import format_long_time, listed
+from penstock.report.sentence import LANE_NAMES, format_long_time, listed
 
 if TYPE_CHECKING:
     from penstock.cli.plan import Arguments, FileArguments, ModelArguments
@@ -195,7 +194,7 @@ def _table(found: Comparison) -> Iterator[str]:
     wide = max(map(len, [*names, *kinds])) + 2
     yield f"{'layout':<{wide}}{'a step':>10}{'tokens/s':>10}  the lane with the most work of a rank"
     for name, one in zip(names, found.outcomes, strict=True):
-        lane = f"{LANES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
+        lane = f"{LANE_NAMES[one.busiest.lane]}, {one.busiest.work / one.seconds:.0%} of the step"
         on = f", on {one.busiest.machine}" if several else ""
         yield f"{name:<{wide}}{format_long_time(one.seconds):>10}{three_digits(one.tokens_per_second):>10}  {lane}{on}"
     yield ""

@@ -18,8 +18,7 @@ from penstock.planner.longest import SHORTEST, Longest
 from penstock.planner.plan import Plan
 from penstock.planner.task import Task
 from penstock.planner.update_mode import steps_early
-from penstock.report.sentence import format_long_time, format_time, share_of_life
-from penstock.schedule.ir.lanes import Lane
+from penstock.report.sentence import LANE_NAMES, format_long_time, format_time, share_of_life
 from penstock.schedule.place import FP32, Settings
 from penstock.shape.model import EFFICIENCY
 
@@ -30,20 +29,6 @@ NORM = {
     False: "optimizer waits for the gradient norm",
 }
 """Update modes in words, by whether steps begin before the norm is known."""
-LANES: Mapping[Lane, str] = {
-    "compute": "compute",
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "read": "disk read",
-    "write": "disk write",
-    "cpu": "host optimizer",
-    "net": "between ranks",
-    "nic": "between hosts",
-    "send": "between ranks",
-    "recv": "between ranks",
-}
-"""Lanes in words."""
-
 _STAGES: dict[ZeroStage, str] = {
     0: "that each have all of its state (stage 0)",
     1: "that share its state (stage 1: they gather weights once a step)",
@@ -111,11 +96,11 @@ def _step(f: Forecast) -> Iterator[str]:
     yield f"compute     {format_flops(f.model_flops)} of the model: {_utilisation(f)}"
     over = f.step_seconds / f.limit_seconds - 1
     yield (
-        f"bottleneck  {LANES[f.bottleneck]}: its work alone takes {format_long_time(f.limit_seconds)}; the step takes "
-        + (f"{over:.0%} longer" if over >= 0.005 else "no longer")
+        f"bottleneck  {LANE_NAMES[f.bottleneck]}: its work alone takes {format_long_time(f.limit_seconds)}; "
+        + (f"the step takes {over:.0%} longer" if over >= 0.005 else "the step takes no longer")
     )
     long = {phase: found for phase, found in f.phases.items() if found[1] >= 0.01 * f.step_seconds}
-    phases = (f"{phase} by {LANES[lane]} ({format_long_time(seconds)})" for phase, (lane, seconds) in long.items())
+    phases = (f"{phase} by {LANE_NAMES[lane]} ({format_long_time(seconds)})" for phase, (lane, seconds) in long.items())
     yield f"bound       {', '.join(phases)}"
     device = f.task.machine.device
     yield (
@@ -170,7 +155,7 @@ def _table(f: Forecast) -> Iterator[str]:
     yield f"{'lane':<16}{'per step':>12}{'work':>12}{'busy':>8}"
     for lane, x in f.lanes.items():
         moved = format_size(x.nbytes) if x.nbytes and lane != "cpu" else ""
-        yield f"{LANES[lane]:<16}{moved:>12}{format_time(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
+        yield f"{LANE_NAMES[lane]:<16}{moved:>12}{format_time(x.work):>12}{x.busy / f.step_seconds:>8.0%}"
 
 
 def _memory(f: Forecast) -> Iterator[str]:
@@ -227,8 +212,8 @@ def _disk(report: PlanReport) -> Iterator[str]:
         yield f"{text}; --tbw N, the rating of a drive in terabytes, tells how long it lasts"
     else:
         yield (
-            f"{text}: at {three_digits(wear.tbw)} TBW a drive, {_days(wear.days)} of training without a break, "
-            f"{wear.steps:,.0f} steps"
+            f"{text}: at {three_digits(wear.tbw)} TBW a drive, {format_long_time(86400 * wear.days)} of training "
+            f"without a break, {wear.steps:,.0f} steps"
         )
     if (allowed := f.choice.question.allowance) is not None:
         yield f"endurance   {format_size(f.written_per_day)} written a day, {format_size(allowed)} allowed"
@@ -244,7 +229,7 @@ def _saves(f: Forecast) -> Iterator[str]:
 
 
 def _whole(run: WholeRun) -> str:
-    text = f"{run.steps:,} steps, {_count(run.tokens)} tokens: {_long(run.seconds)} without a break"
+    text = f"{run.steps:,} steps, {_count(run.tokens)} tokens: {format_long_time(run.seconds)} without a break"
     if run.written:
         text += f", {format_size(run.written)} written"
         text += "" if run.life is None else f", {share_of_life(run.life)} of the drives' life"
@@ -352,11 +337,3 @@ def _utilisation(f: Forecast) -> str:
     if f.mfu is None or f.peak_flops is None:
         return f"{product}; no MFU, as the profile has no maker's peak"
     return f"MFU {f.mfu:.0%} of the maker's {format_flops(f.peak_flops)}, {product}"
-
-
-def _long(seconds: float) -> str:
-    return format_long_time(seconds) if seconds < 7200 else _days(seconds / 86400)
-
-
-def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 2 else f"{days * 24:.1f} hours"

@@ -1,11 +1,8 @@
 """``penstock report``: from a run's folder to a page, a Chrome trace and a picture."""
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,8 +10,8 @@ from penstock import files
 from penstock.cli.disk_summary import allowed_per_day
 from penstock.cli.environment import read_environment
 from penstock.cli.launch import in_words
-from penstock.cli.run_figures import RunFigures, is_training, read_run
-from penstock.cli.run_folder import RUN_LOCK, own_files, own_folders, settings_file, settings_of, settings_path
+from penstock.cli.run_figures import RunFigures, read_run
+from penstock.cli.run_folder import RUN_LOCK, own_files, own_folders, settings_file, settings_of
 from penstock.cli.run_record import RunRecord
 from penstock.cli.runs import difference_rows, figure_rows, shown_value
 from penstock.cli.words import Words
@@ -25,15 +22,11 @@ from penstock.report.curves import MOST_RUNS
 from penstock.report.picture import draw
 from penstock.report.prediction import read_prediction
 from penstock.report.run_page import Report, Table, run_page
-from penstock.report.trace_file import NoTraceError, choose_step, read_traces
+from penstock.report.trace_file import choose_step, read_traces
 from penstock.store.directory import LOCK, is_there
 from penstock.store.making import BESIDE
 from penstock.store.manifest import DATA
 from penstock.store.owner import RUN_FILE
-
-_PAUSE = 5
-"""Seconds between two looks at a run that is followed."""
-_Marks = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +44,6 @@ class Arguments(Words):
     | ``svg`` | also the timeline as a picture (RUN/timeline.svg); it needs matplotlib, which the extra penstock[report]
     brings. A picture's name ends as such a file's does |
     | ``png`` | the same (RUN/timeline.png) |
-    | ``follow`` | write the page again and again while the run trains; it keeps up in a browser by itself |
     | ``trace`` | also a Chrome trace of prediction and measurement: open it in https://ui.perfetto.dev |
     """
 
@@ -67,7 +59,6 @@ class Arguments(Words):
     svg: Path | bool = False
     png: Path | bool = False
     trace: Path | None = None
-    follow: bool = False
 
     def __post_init__(self) -> None:
         if pictures := [path for path in self.others if path.suffix in self.endings.values()]:
@@ -111,13 +102,8 @@ def run(arguments: Arguments) -> int:
     _check_names(arguments)
     put = partial(_put, run=arguments.folder)
 
-    def write_page(found: Report) -> None:
-        _write(arguments.page, lambda path: put(path, run_page(found)))
-
-    if arguments.follow and not _follow(arguments, write_page):
-        return 0
     found = gather(arguments.folder, arguments.step, arguments.others)
-    write_page(found)
+    _write(arguments.page, lambda path: put(path, run_page(found)))
     _say(arguments.page)
     for picture in arguments.pictures:
         _write(picture, lambda path: draw(path, found.prediction, found.step, found.budget, put))
@@ -150,58 +136,6 @@ def _is_of_a_run(place: Path, runs: Collection[Path]) -> bool:
         below = (kept for run in runs for kept in (*own_folders(run), *run.glob("snapshot-*")))
         own = any(map(place.is_relative_to, below))
     return own or (place.name in (DATA, LOCK, *BESIDE) and is_there(place.parent / DATA))
-
-
-def _follow(arguments: Arguments, write: Callable[[Report], None]) -> bool:
-    """Write the page again whenever one of its runs has gone on, until none is training any more, or Ctrl-C. That takes
-    a twentieth of the time at most: the runs need the processor more. False: it was ended before there was a page.
-
-    Raises:
-        ConfigError: as ``gather``; a run whose first step is yet to be traced is waited for.
-    """
-    folders, shown, said, pause = (arguments.folder, *arguments.others), _Marks(), set[str](), _PAUSE
-
-    def say(text: str) -> None:
-        if text not in said:
-            print(text, flush=True)
-            said.add(text)
-
-    written = False
-    try:
-        while any(map(is_training, folders)):
-            marks, begun = _marks(folders), time.monotonic()
-            if (early := next(filter(_has_not_begun, folders), None)) is not None:
-                say(f"the run in {early} has not begun yet: waiting for it, and for its first step")
-            elif marks != shown:
-                shown = marks
-                try:
-                    write(replace(gather(arguments.folder, arguments.step, arguments.others), refresh=pause))
-                    written = True
-                    say(f"{arguments.page} keeps up with the run: open it in a browser. Ctrl-C ends that, not the run")
-                except NoTraceError:
-                    if settings_of(arguments.folder).trace_steps == 0:
-                        raise
-                    say("there is no page before a step is in the trace: waiting for it")
-                pause = max(_PAUSE, ceil(20 * (time.monotonic() - begun)))
-            time.sleep(pause)
-    except KeyboardInterrupt:
-        return written
-    return True
-
-
-def _has_not_begun(folder: Path) -> bool:
-    """True of the folder of a run that still looks at its model, its data and the machine: it has no settings yet."""
-    return is_training(folder) and not settings_path(folder).is_file()
-
-
-def _marks(folders: Iterable[Path]) -> _Marks:
-    """Times and sizes of the files that a page is made of: they change as runs go on."""
-    found = _Marks()
-    for path in (path for folder in folders for path in sorted(folder.glob("*.json*"))):
-        with suppress(FileNotFoundError):  # one that was being replaced
-            stat = path.stat()
-            found.append((stat.st_mtime_ns, stat.st_size))
-    return found
 
 
 def gather(folder: Path, step: int | None, others: Sequence[Path] = ()) -> Report:

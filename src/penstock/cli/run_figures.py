@@ -1,10 +1,10 @@
 """Figures of a run, read from its folder: its settings, how far it is, and how fast it was. It changes nothing."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from glob import iglob
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from penstock import files
 from penstock.cli.run_folder import METRICS, RUN_LOCK, settings_of, settings_path
 from penstock.cli.run_record import RunRecord
-from penstock.cli.settings import plain
+from penstock.cli.settings import flat, plain
 from penstock.config import Tier, TrainConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.report.metrics_file import StepMetrics, read_metrics
@@ -103,7 +103,7 @@ class RunFigures:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """The run's settings by dotted names, without its folder, which is ``{run}`` where others are in it."""
-        found = {key: _in_run(value, self.config.run) for key, value in _flat(plain(self.config))}
+        found = {key: _in_run(value, self.config.run) for key, value in flat(plain(self.config))}
         del found["run"]
         return found
 
@@ -154,13 +154,9 @@ def read_run(folder: Path) -> RunFigures:
 
 
 def read_all(paths: Sequence[Path]) -> tuple[list[RunFigures], list[str]]:
-    """The runs in some folders, or that these are themselves, and why others, or folders, cannot be read."""
+    """The runs in some folders, or that these are themselves, and why others cannot be read."""
     found, unreadable = list[RunFigures](), list[str]()
-
-    def closed(error: OSError) -> None:
-        unreadable.append(f"{error.filename}: {error.strerror}")
-
-    for folder in dict.fromkeys(run for path in paths for run in _runs_in(path, closed)):
+    for folder in dict.fromkeys(run for path in paths for run in _runs_in(path)):
         try:
             found.append(read_run(folder))
         except (ConfigError, StoreError, OSError) as error:
@@ -168,30 +164,22 @@ def read_all(paths: Sequence[Path]) -> tuple[list[RunFigures], list[str]]:
     return found, unreadable
 
 
-def _runs_in(path: Path, closed: Callable[[OSError], None]) -> Iterator[Path]:
-    """``closed``: told why a folder cannot be entered.
+def _runs_in(path: Path) -> list[Path]:
+    """The folders of runs in a folder. A run has the name of its own place, and a link's where no other leads there;
+    what is in its folder is its own.
 
     Raises:
         ConfigError: there is no such folder.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} {files.no_folder(path)}: give a folder that has runs in it, or the folder of a run")
-    found = set[Path]()
-    for links in (False, True):  # a run has the name of its own place, and a link's where no other leads there
-        reached = dict[Path, int]()
-        for here, below, names in os.walk(path, onerror=closed if links else None, followlinks=links):
-            folder = Path(here)
-            real, depth = folder.resolve(), len(folder.relative_to(path).parts)
-            if RUN_FILE in names or settings_path(folder).name in names:
-                below.clear()
-                if real not in found:
-                    found.add(real)
-                    yield folder
-            elif depth >= reached.get(real, _DEEPEST):
-                below.clear()
-            else:  # at first, or nearer than before, so that more of it is within reach
-                reached[real] = depth
-            below[:] = sorted(name for name in below if not name.startswith("."))
+    names = (RUN_FILE, settings_path(path).name)
+    patterns = ("*/" * depth + name for depth in range(_DEEPEST + 1) for name in names)
+    there = {path / Path(place).parent for pattern in patterns for place in iglob(pattern, root_dir=path)}
+    found, top = dict[Path, Path](), path.resolve()
+    for folder in sorted(there, key=lambda one: (one.resolve() != top / one.relative_to(path), len(one.parts), one)):
+        found.setdefault(folder.resolve(), folder)
+    return sorted(folder for real, folder in found.items() if found.keys().isdisjoint(real.parents))
 
 
 def _in_run(value: Any, run: str) -> Any:
@@ -200,13 +188,3 @@ def _in_run(value: Any, run: str) -> Any:
     if isinstance(value, str) and value.startswith(f"{run}/"):
         return f"{{run}}{value.removeprefix(run)}"
     return value
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-            value = {str(n): item for n, item in enumerate(value)}
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -14,11 +14,10 @@ from penstock.cli.words import Words
 from penstock.config import format_size
 from penstock.config.sizes import three_digits
 from penstock.errors import ConfigError
-from penstock.report.sentence import format_time
+from penstock.report.sentence import format_long_time, format_time
 
 _LONGEST = 40
 """Characters of a setting's value that are shown."""
-_HOUR, _DAY = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def figure_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
     yield ["tokens", *(f"{run.tokens:,}" for run in runs)]
     yield ["tokens/s, median", *(_known(run.tokens_per_second, three_digits) for run in runs)]
     yield ["a step, median", *(_known(run.step_seconds, format_time) for run in runs)]
-    yield ["time in steps", *(_long(run.seconds) for run in runs)]
+    yield ["time in steps", *(format_long_time(run.seconds) for run in runs)]
     for name, words in (("mfu", "MFU"), ("share_of_product", "of a large product's FLOP/s")):
         if any(run.share(name) is not None for run in runs):
             yield [words, *(_known(run.share(name), "{:.0%}".format) for run in runs)]
@@ -145,14 +144,6 @@ def _steps(run: RunFigures) -> str:
 
 def _known(value: float | None, form: Callable[[float], str] = "{:.4f}".format) -> str:
     return "–" if value is None else form(value)
-
-
-def _long(seconds: float) -> str:
-    if seconds < 60:
-        return format_time(seconds)
-    if seconds < 2 * _HOUR:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / _HOUR:.1f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.1f} days"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

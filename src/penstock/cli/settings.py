@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar, Union
 
 from penstock.cli.located import RUN, Located, dump_yaml, is_plain_text, parse_yaml, read_yaml
 from penstock.config import TrainConfig
-from penstock.config.elsewhere import Counterpart, counterpart
+from penstock.config.elsewhere import counterpart
 from penstock.config.meanings import by_need, is_required, meanings
-from penstock.documents.typed import LARGEST, NAMES, fits, hints_of, shown
+from penstock.documents.typed import NAMES, fits, hints_of, shown
 from penstock.errors import ConfigError
 
 T = TypeVar("T")
@@ -110,6 +110,17 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return {f.name: found[f.name] for f in by_need(TrainConfig)}
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings, and in lists of such by their numbers."""
+    for key, value in values.items():
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            value = {str(n): item for n, item in enumerate(value)}
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _plain(value: Any, *, listed: bool = False) -> Any:
     if is_dataclass(value):
         given = ((f, getattr(value, f.name)) for f in fields(value))
@@ -160,7 +171,7 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     for key, item in tree.value.items():
         if key not in known:
             of_the_file = section or cls is TrainConfig
-            there = (counterpart(key, section, known) or _elsewhere(key, section)) if of_the_file else None
+            there = (counterpart(key, section) or _elsewhere(key, section)) if of_the_file else None
             said = unknown(key, list(known), takes=named, form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]
@@ -200,7 +211,7 @@ def unknown(
     takes: str,
     what: str = "setting",
     form: str = "{}",
-    there: Counterpart | str | None = None,
+    there: str | None = None,
 ) -> str:
     """The message for a key that is none of the ``known`` ones. ``takes``: who takes these; ``what``: a key is called,
     and ``form``: it is written, in the message. ``there``: the counterpart here of a key that is another tool's.
@@ -271,26 +282,15 @@ def _match(item: Located, hint: Any, key: str) -> tuple[bool, Any]:
     """True if ``item`` is of one type that is no union, and its value as that type."""
     value = item.value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args and isinstance(value, type(args[0])), value
-    if origin is tuple and args[-1] is Ellipsis and is_dataclass(args[0]) and isinstance(value, dict):
+    if isinstance(value, dict) and origin is tuple and args[-1] is Ellipsis and is_dataclass(args[0]):
         value = [item]  # one mapping is a list of it
-    if origin is tuple and isinstance(value, list):
-        inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+    if isinstance(value, list) and isinstance(origin, type) and issubclass(origin, Sequence):
+        inner = list(args) if origin is tuple and args[-1] is not Ellipsis else [args[0]] * len(value)
         return len(inner) == len(value), tuple(_convert(v, h, key) for v, h in zip(value, inner, strict=False))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, dict), item.plain()
-    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not tuple:
-        return isinstance(value, list), tuple(_convert(v, args[0], key) for v in value) if isinstance(
-            value, list
-        ) else ()
-    if hint is float:
-        return fits(value, float), float(typing.cast(float, value)) if fits(value, float) else None
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST, value
-    if hint is Path:
-        return isinstance(value, str), Path(value) if isinstance(value, str) else None
-    return isinstance(hint, type) and isinstance(value, hint), value
+    if isinstance(value, dict):
+        return isinstance(origin, type) and issubclass(origin, Mapping), item.plain()
+    found = fits(value, str if hint is Path else hint)
+    return found, hint(value) if found and hint in (float, Path) else value
 
 
 def _expected(options: Sequence[Any]) -> str:

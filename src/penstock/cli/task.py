@@ -136,9 +136,9 @@ def shape_of(config: TrainConfig, kind: DeviceKind) -> HuggingFaceModel:
         asked = asked_vocabulary(given, vocabulary) if isinstance(config.model.config, Mapping) else vocabulary
         given = {**given, "vocab_size": asked}
         if asked < vocabulary or decoders.from_config(given, name="model") is None:
-            from penstock.cli.model import build_model
+            from penstock.cli.model import run_model
 
-            build_model(config.model, config.data)
+            run_model(config.model, config.data)
     return replace(
         model_shape(given, kind=kind, loss_tile=config.loss_tile),
         change=_change(config),

@@ -23,7 +23,7 @@ from penstock.cli.joint import Joint, joint
 from penstock.cli.kept_files import KeptFiles, kept_of, vouched_by
 from penstock.cli.launch import launched
 from penstock.cli.loop import report_last, run_steps
-from penstock.cli.model import RunModel, parameter_count, resumed_model, run_model
+from penstock.cli.model import RunModel, resumed_model, run_model
 from penstock.cli.out_of_memory import explain
 from penstock.cli.run_data import data_in, in_steps, look_ahead
 from penstock.cli.run_folder import Start, as_cut_before, model_folder, write_settings
@@ -55,6 +55,7 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import check_can_be_saved, find_profile, save_profile, why_none, with_known_links
 from penstock.hardware.sharing import knows_ranks
 from penstock.hf.lora import BaseWeights
+from penstock.hf.models.shell import parameter_count
 from penstock.loss.tiled import plain_head, tiled_loss
 from penstock.optim.facade import rate_name
 from penstock.planner.durability import Weighed

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from penstock.cli.located import Located, parse_yaml
 from penstock.cli.settings import options_of, read, unknown
-from penstock.config.elsewhere import counterpart_among
+from penstock.config.elsewhere import counterpart
 from penstock.config.meanings import by_need, is_required, joined_rows, meanings, names_in
 from penstock.documents.typed import hints_of
 from penstock.errors import ConfigError
@@ -107,11 +107,11 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
         if hint is None and SETTINGS not in hints_of(kind):
             known = [_flag(key).removeprefix("--") for key in options]
             key = flag.removeprefix("--")
-            there = counterpart_among(key, options, spelled=_flag) if kind.of_a_run else None
+            there = counterpart(key) if kind.of_a_run else None
             raise ConfigError(unknown(key, known, takes=kind.command, what="option", form="--{}", there=there))
         if hint is bool:
-            if equals or (rest and rest[0] in TRUTHS):
-                raise ConfigError(no_value(flag))
+            if equals or (rest and rest[0] in ("true", "false")):
+                raise ConfigError(f"{flag} takes no value: write {flag} alone, or leave it out")
             flags.append((flag, None))
         elif ending is not None and not equals and not (rest and (rest[0].endswith(ending) or not rest[0])):
             flags.append((flag, None))
@@ -127,54 +127,10 @@ def split_words(kind: type[Words], words: Sequence[str]) -> tuple[list[str], lis
     return plain, flags
 
 
-TRUTHS = ("true", "false")
-"""Words behind a switch that were meant for its value, and are no operands."""
-
-
-def no_value(flag: str) -> str:
-    """The message on a switch that was given a value."""
-    return f"{flag} takes no value: write {flag} alone, or leave it out"
-
-
 def _options(kind: type[Words]) -> dict[str, Any]:
     """The type of each option, in the order in which people look for them."""
     hints, others = hints_of(kind), (*kind.operands, SETTINGS)
     return {f.name: hints[f.name] for f in by_need(kind) if f.name not in others}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """An option as it is declared: its flag, the type of its value, and what it means."""
-
-    flag: str
-    hint: Any
-    meaning: str
-
-
-def declared(kind: type[Words]) -> list[Option]:
-    """A command's options, without the settings that it may take."""
-    meaning = meanings(kind)
-    return [Option(flag=_flag(key), hint=hint, meaning=meaning.get(key, "")) for key, hint in _options(kind).items()]
-
-
-def takes_no_value(hint: Any) -> bool:
-    """True if an option is a switch."""
-    return hint is bool
-
-
-def values_of(hint: Any) -> tuple[str, ...]:
-    """The words that a value is one of; empty: it may be anything of its type."""
-    options = options_of(_each(hint))
-    words = [str(word) for word in _chosen_from(options)]
-    if len(options) > len([o for o in options if typing.get_origin(o) is Literal or o in (bool, type(None))]):
-        return ()
-    return (*(("true", "false") if bool in options else ()), *words)
-
-
-def may_be_a_file(hint: Any) -> bool:
-    """True if a value can be the name of a file: it is a path or a text, and no size."""
-    options = {*options_of(_each(hint))}
-    return Path in options or (str in options and int not in options)
 
 
 def _operands(kind: type[Words], plain: Sequence[str]) -> dict[str, Located]:

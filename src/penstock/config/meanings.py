@@ -4,12 +4,12 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, get_args
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from penstock.config.elsewhere import counterpart_among
+from penstock.config.elsewhere import counterpart
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,11 +85,11 @@ def named_arguments(kind: type[T]) -> type[T]:
     """A dataclass whose ``help`` explains its keyword arguments, and that says of one that is none of its fields what
     stands for it, as ``takes`` does."""
     plain: Callable[..., None] = kind.__init__
-    known, sections = inspect.signature(kind).parameters, _sections(kind)
+    known = inspect.signature(kind).parameters
 
     @wraps(plain)
     def init(self: T, *args: Any, **given: Any) -> None:
-        _check_names(kind.__qualname__, given, known, sections)
+        _check_names(kind.__qualname__, given, known)
         plain(self, *args, **given)
 
     init.__doc__ = _as_arguments(kind)
@@ -107,18 +107,13 @@ def _as_arguments(kind: type) -> str:
     return "\n".join(["Keyword arguments:", *rows])
 
 
-def _sections(kind: type) -> Container[str]:
-    """The fields that are dataclasses themselves."""
-    return {f.name for f in by_need(kind) if any(map(is_dataclass, get_args(f.type) or [f.type]))}
-
-
-def _check_names(whose: str, given: Iterable[str], known: Collection[str], sections: Container[str]) -> None:
+def _check_names(whose: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises:
     TypeError: one that is given is none that is known.
     """
     if unknown := [name for name in given if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        there = counterpart_among(unknown[0], known, sections)
+        there = counterpart(unknown[0], of_wrap="mesh" in known)
         hint = f": {there}" if there else f". Did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"{whose}() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
@@ -138,12 +133,11 @@ def takes(kind: Callable[P, S]) -> Callable[[Callable[[T, S], R]], Callable[Conc
         each = inspect.signature(kind).parameters
         signature = plain.replace(parameters=[first, *(each[name] for name in order)])
 
-        sections = _sections(kind)
         construct: Callable[..., S] = kind
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> R:
-            _check_names(function.__qualname__, given, signature.parameters, sections)
+            _check_names(function.__qualname__, given, signature.parameters)
             try:
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:

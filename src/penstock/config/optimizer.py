@@ -341,9 +341,9 @@ _ASIDE = {"name", "adamw", "decay_norms_and_biases", "overrides"}
 """Settings of the section that an optimizer does not have, or that it is given in a way of their own."""
 
 
-def moment_count(optimizer: OptimizerName, momentum: float | bool) -> int:
+def moment_count(optimizer: OptimizerName, momentum: float) -> int:
     """The number of an optimizer's moments beside the master copy; Muon's are of what goes element by element."""
-    own: dict[str, Any] = {"momentum": float(momentum)} if optimizer == "sgd" else {}
+    own: dict[str, Any] = {"momentum": momentum} if optimizer == "sgd" else {}
     return _SPECS[optimizer](lr=0.0, weight_decay=0.0, **own).moment_count
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,18 +41,9 @@ def copies(device: torch.device, seconds: float, rounds: int) -> float:
     return statistics.median(rate(load, span) for _ in range(rounds))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkRates:
-    """Bytes per second; ``*_both``: while the other direction is busy too."""
-
-    h2d: float
-    d2h: float
-    h2d_both: float
-    d2h_both: float
-
-
-def links(device: torch.device, seconds: float, rounds: int) -> LinkRates:
-    """Copies between host and device, alone and both at once; medians over the rounds. On the CPU: in host memory."""
+def links(device: torch.device, seconds: float, rounds: int) -> dict[str, Any]:
+    """Bytes/s of copies between host and device, as ``Device`` has them, alone and both at once; medians over the
+    rounds. On the CPU: in host memory."""
     span = Span(warm=min(0.05, seconds / 2), seconds=seconds)
     with ExitStack() as closing:
         up, down = (work.copies(name, device, closing) for name in ("h2d", "d2h"))
@@ -64,4 +55,4 @@ def links(device: torch.device, seconds: float, rounds: int) -> LinkRates:
         found = medians(rounds, measured)
     # What runs beside something else is not faster for it: where it seems so, that is noise.
     h2d, d2h = found["up"], found["down"]
-    return LinkRates(h2d=h2d, d2h=d2h, h2d_both=min(found["h2d"], h2d), d2h_both=min(found["d2h"], d2h))
+    return {"h2d": h2d, "d2h": d2h, "h2d_both": min(found["h2d"], h2d), "d2h_both": min(found["d2h"], d2h)}

@@ -19,6 +19,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,31 +217,15 @@ def _remove(path: Path) -> None:
 
 def _all(works: list[Callable[[], None]], over: threading.Event) -> None:
     """Run each in a thread of its own until all have ended; raises the first error. ``over`` tells them to end."""
-    errors: list[BaseException] = []
-    left = threading.Semaphore(0)
-
-    def guarded(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(
+        len(works)
+    ) as pool:  # which joins: the file must not be closed while one still writes to it
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - it surfaces below
-            errors.append(error)
-            over.set()
+            done, _ = wait([pool.submit(work) for work in works], return_when=FIRST_EXCEPTION)
         finally:
-            left.release()
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in threads:
-            left.acquire()  # not join: one that Ctrl-C breaks off makes the next join believe that the thread has ended
-    finally:  # Ctrl-C: the file must not be closed, and its number given to another, while one still writes to it
-        over.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if errors:
-        raise errors[0]
+            over.set()
+    for each in done:
+        each.result()
 
 
 def file_size(mount: Mount, effort: Effort) -> int:

@@ -271,7 +271,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
             flops=flops,
             copy=host.copy,
             optimizer=host.optimizer,
-            **vars(links),
+            **links,
         )
     with working("Copies in the device's memory"):
         copy = device.copies(where, effort.seconds, effort.rounds)
@@ -290,7 +290,7 @@ def _device(host: Host, effort: Effort, where: torch.device, working: Working, o
         node=numa.gpu_node(pci) if pci is not None and host.nodes > 1 else None,
         other_bits=different,
         room=max(accelerator.room(where), 1),
-        **vars(links),
+        **links,
     )
 
 

@@ -141,6 +141,7 @@ def _is_list(value: Any) -> bool:
 
 
 _PLAINLY: dict[Any, Callable[[Any], bool]] = {
+    float: lambda value: type(value) is float and math.isfinite(value),
     int: lambda value: type(value) is int and -LARGEST <= value <= LARGEST,
     str: lambda value: type(value) is str,
 }

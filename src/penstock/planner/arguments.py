@@ -54,7 +54,7 @@ class PlanSettings(StepConfig, MomentsConfig, PlanInputs):
     three: the smallest batch with which more would gain less than 3% |
     | ``sequence_length`` | tokens in a sequence |
     | ``optimizer`` | its name |
-    | ``momentum`` | whether ``sgd`` has it |
+    | ``momentum`` | that of ``sgd`` |
     | ``schedule`` | a family; None: the better one |
     | ``tokens`` | tokens of training in all, ``"100M"``: how long they take, and what share of the drives' life; None:
     that is not said |
@@ -65,7 +65,7 @@ class PlanSettings(StepConfig, MomentsConfig, PlanInputs):
     micro_batch_size: int | None = None
     sequence_length: int = 2048
     optimizer: OptimizerName = "adamw"
-    momentum: bool = False
+    momentum: float = 0.0
     schedule: StreamedFamily | None = None
     tokens: str | int | float | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.report.colors import GROUPS, OTHER
 from penstock.report.columns import Columns
 
-_SCRIPTS = "data op_ids format colors bars memory timeline pointer control tip rows curves follow main"
+_SCRIPTS = "data op_ids format colors bars memory timeline pointer control tip rows curves main"
 _UNIT = re.compile(r"(\d) (s|ms|µs|[KMGT]?i?B)\b")
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 

@@ -40,8 +40,7 @@ class Report:
     """The facts about a run that its page shows. ``foretold_from``: the step from which on there is a prediction, where
     the one shown is before that. ``budget``: bytes that tiers were given. ``allowed``: bytes a day
     that its drives may be written; None: any. ``others``: runs whose curves are drawn over its own. ``tables``: more
-    tables, below all else. ``refresh``: seconds after which the page loads itself again, of a run that goes on; None:
-    never.
+    tables, below all else.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Report:
     allowed: float | None = None
     others: Sequence[Run] = ()
     tables: Sequence[Table] = ()
-    refresh: int | None = None
 
     @cached_property
     def curves(self) -> Sequence[Curve]:
@@ -86,7 +84,6 @@ def run_page(report: Report) -> str:
         "names": names.texts,
         "budget": dict(report.budget),
         "curves": [curve.to_json() for curve in report.curves],
-        "refresh": report.refresh,
     }
     page = Page(
         eyebrow=f"Run report · {report.description}" if report.description else "Run report",
@@ -116,8 +113,6 @@ def _sentence(report: Report) -> str:
 
 def _notes(report: Report) -> list[str]:
     notes = []
-    if report.refresh is not None:
-        notes.append(f"The run goes on, and this page with it: it loads itself again every {report.refresh} s.")
     if report.foretold_from is not None:
         notes.append(
             f"The prediction in this run's folder is of steps from {report.foretold_from} on, by a plan or rates that "

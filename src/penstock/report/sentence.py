@@ -19,7 +19,16 @@ LANE_WORDS: dict[Lane, str] = {
     "send": "sending",
     "recv": "receiving",
 }
-
+"""Lanes in sentences."""
+LANE_NAMES: dict[Lane, str] = LANE_WORDS | {
+    "h2d": "host to device",
+    "d2h": "device to host",
+    "read": "disk read",
+    "write": "disk write",
+    "cpu": "host optimizer",
+    "nic": "between hosts",
+}
+"""Lanes in tables."""
 
 _PLURAL: tuple[Lane, ...] = ("net", "nic")
 """Lanes whose words are plural."""
@@ -49,10 +58,11 @@ def format_time(seconds: float, unit: str = "s") -> str:
 
 
 def format_long_time(seconds: float) -> str:
-    """A time for people that may be minutes or hours: of steps on slow machines, or of large batches."""
+    """A time for people that may be minutes, hours or days: of steps on slow machines, of runs, of a drive's life."""
     if seconds < 600:
         return format_time(seconds)
-    return f"{seconds / 60:.3g} min" if seconds < 59_970 else f"{seconds / 3600:,.0f} hours"
+    unit, name = (60, "min") if seconds < 7200 else (3600, "hours") if seconds < 2 * 86400 else (86400, "days")
+    return f"{three_digits(seconds / unit)} {name}"
 
 
 def time_of_step(seconds: Sequence[float], runs: Sequence[int]) -> float:

@@ -25,10 +25,6 @@ _MICRO = 1e-6
 _STEP = re.compile(r"step (\d+)")
 
 
-class NoTraceError(ConfigError):
-    """A run has no step in a trace, or not the one asked for, or not yet."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
     """One op as it ran; seconds since the step's first op began."""
@@ -179,18 +175,17 @@ def read_traces(folder: Path) -> list[MeasuredStep]:
     several ranks those of the first.
 
     Raises:
-        NoTraceError: there is no trace, or none has an op in it.
-        ConfigError: a file is damaged.
+        ConfigError: there is no trace, none has an op in it, or a file is damaged.
     """
     found = (path for path in folder.glob("trace*.json") if not path.stem.startswith("trace-rank-"))
     paths = sorted(found, key=_first_step)
     steps = {step.step: step for path in paths for step in read_trace(path)}
     if not steps:
         if paths:
-            raise NoTraceError(
+            raise ConfigError(
                 f"{folder} holds {paths[0].name}, but it was cut off before its first op: train until a step is done"
             )
-        raise NoTraceError(
+        raise ConfigError(
             f"{folder} holds no trace: train with trace_steps above 0 (or leave it out), so that the run keeps one"
         )
     return [steps[number] for number in sorted(steps)]
@@ -205,12 +200,12 @@ def choose_step(steps: Sequence[MeasuredStep], asked: int | None) -> MeasuredSte
     """The step asked for, or the one whose time is the median of the whole ones.
 
     Raises:
-        NoTraceError: there is no such step.
+        ConfigError: there is no such step.
     """
     if asked is not None:
         found = next((step for step in steps if step.step == asked), None)
         if found is None:
-            raise NoTraceError(
+            raise ConfigError(
                 f"--step {asked}: the trace has {_span(steps)}. A run's trace_steps says how many it keeps"
             )
         return found

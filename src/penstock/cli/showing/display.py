@@ -11,7 +11,7 @@ from penstock.cli.launch import process_count, this_process
 from penstock.cli.showing.meter import LaneUse, Meter
 from penstock.config import format_size
 from penstock.config.sizes import format_flops, three_digits
-from penstock.report.sentence import format_time
+from penstock.report.sentence import format_long_time, format_time
 from penstock.schedule.ir.lanes import Lane
 
 
@@ -194,8 +194,8 @@ def wear(meter: Meter) -> str:
     text = f"{format_size(meter.written)} written{a_day(meter)}"
     if (days := meter.drive_days) is None:
         return text
-    life = f"{days:,.0f} days" if days >= 2 else f"{days * 24:,.0f} hours"
-    return f"{text}, new drives last {life}" + (" (assumed)" if meter.outline.yardstick.assumed else "")
+    assumed = " (assumed)" if meter.outline.yardstick.assumed else ""
+    return f"{text}, new drives last {format_long_time(86400 * days)}{assumed}"
 
 
 def a_day(meter: Meter) -> str:

@@ -12,7 +12,8 @@ from rich.text import Text
 from penstock.cli.showing.display import clock, counts, speed, step_notes, step_time, wear
 from penstock.cli.showing.meter import Meter
 from penstock.config import format_size
-from penstock.schedule.ir.lanes import Lane
+from penstock.report.sentence import LANE_NAMES
+from penstock.schedule.ir.lanes import LANES, Lane
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL = 12
@@ -27,19 +28,8 @@ _BESIDE = 104
 _BARS = 64
 """Columns from which they have bars: in fewer the numbers need the room."""
 
-_LANES: Mapping[Lane, tuple[str, str]] = {
-    "compute": ("compute", "green"),
-    "h2d": ("host to device", "cyan"),
-    "d2h": ("device to host", "blue"),
-    "read": ("disk read", "magenta"),
-    "write": ("disk write", "red"),
-    "cpu": ("optimizer", "yellow"),
-    "net": ("collectives", "bright_blue"),
-    "nic": ("across hosts", "bright_magenta"),
-    "send": ("sending", "bright_cyan"),
-    "recv": ("receiving", "bright_green"),
-}
-"""Names of the lanes on the screen, and their colours."""
+_PALETTE = "green cyan blue magenta red yellow bright_blue bright_magenta bright_cyan bright_green"
+_COLORS: Mapping[Lane, str] = dict(zip(LANES, _PALETTE.split(), strict=True))
 
 
 def screen(meter: Meter, width: int, *, waited: float, notice: str = "") -> RenderableType:
@@ -97,11 +87,10 @@ def _held_up(meter: Meter, width: int) -> Text:
     room = 20 if width < 90 else 40
     bar = Text()
     for lane, share in shares:
-        bar.append("█" * round(share * room), style=_LANES[lane][1])
+        bar.append("█" * round(share * room), style=_COLORS[lane])
     bar.append("░" * max(room - len(bar), 0), style="dim")
     for lane, share in shares[:3]:
-        name, color = _LANES[lane]
-        bar.append("  ").append(name, style=color).append(f" {share:.0%}")
+        bar.append("  ").append(LANE_NAMES[lane], style=_COLORS[lane]).append(f" {share:.0%}")
     return bar
 
 
@@ -120,9 +109,9 @@ def _lanes(meter: Meter, *, bar: int = 10) -> RenderableType:
     for lane, use in meter.lanes().items():
         rate = f"{use.sustained / 1e9:.2f}" if use.sustained and lane != "compute" else ""
         share = use.of_peak if lane != "compute" else meter.of_product
-        drawn: RenderableType = "" if share is None else _bar(min(share, 1.0), bar, _LANES[lane][1])
+        drawn: RenderableType = "" if share is None else _bar(min(share, 1.0), bar, _COLORS[lane])
         of_peak = "" if share is None else f"{share:.0%}"
-        cells = (Text(_LANES[lane][0], style=_LANES[lane][1]), f"{use.busy:.0%}", rate, of_peak, drawn)
+        cells = (Text(LANE_NAMES[lane], style=_COLORS[lane]), f"{use.busy:.0%}", rate, of_peak, drawn)
         table.add_row(*cells[: len(table.columns)])
     return table
 

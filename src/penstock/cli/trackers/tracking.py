@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock import files
+from penstock.cli.settings import flat
 from penstock.config import TrackerName
 from penstock.documents.text import MalformedError, parse_json, read_bounded
 from penstock.documents.typed import fits
@@ -76,12 +77,12 @@ def start_trackers(names: Sequence[TrackerName], folder: Path, settings: Mapping
     """
     path = folder / IDS
     known = _known(path)
-    flat = dict(flatten(settings))
+    given = dict(flat(settings))
     started = Trackers()
     for name in names:
         tracker = ADAPTERS[name]()
         try:
-            known[name] = tracker.start(Tracked(folder=folder, settings=flat, done=done, known=known.get(name)))
+            known[name] = tracker.start(Tracked(folder=folder, settings=given, done=done, known=known.get(name)))
         except Exception as error:
             started.close("failed")
             raise ConfigError(f"report_to: {name} cannot start: {' '.join(str(error).split())[:400]}") from error
@@ -147,7 +148,7 @@ _LEARNING = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/
 
 def named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers under the names that Hugging Face's trainer gives them; what the machine did is under ``system/``."""
-    for key, value in flatten(metrics):
+    for key, value in flat(metrics):
         if key == "step" or value is None:
             continue
         if key == "validation_loss":
@@ -158,16 +159,6 @@ def named(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield _LEARNING[key], float(value)
         else:
             yield f"system/{key.replace('.', '/')}", float(value)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in nested mappings."""
-    for key, value in values.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, Mapping):
-            yield from flatten(value, name)
-        else:
-            yield name, value
 
 
 def _adapter(module: str, name: str) -> Tracker:

@@ -55,11 +55,10 @@ async function start() {
   };
   if (facts.kind === "simulated") rankRows(timeline);
   else timeline.layout(runBands);
-  const control = new Control(timeline, tip);
+  new Control(timeline, tip);
   drawLegend(paint, sides);
   showRange(timeline);
   if (facts.curves) drawCurves(tip);
-  if (facts.refresh) new Follow(timeline, control, facts.refresh);
   dark.addEventListener("change", () => theme(dark.matches));
   matchMedia("print").addEventListener("change", (print) => theme(!print.matches && dark.matches));
   window.penstock = { timeline, facts, describe };

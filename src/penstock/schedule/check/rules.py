@@ -28,6 +28,7 @@ def check_names(schedule: Schedule) -> None:
         if pool not in pools:
             message = f"buffer {start} is carried in pool {pool}, which does not exist"
             raise ScheduleError(message, op=f"carry {start}")
+    taken = {start for start, _, _ in schedule.carried}.union(name for op in schedule.ops for name, _ in op.takes)
     for op in schedule.ops:
         if op.id.micro_batch >= schedule.micro_batches:
             raise refused(op, f"is of a micro-batch that does not exist: numbers are below {schedule.micro_batches}")
@@ -39,6 +40,9 @@ def check_names(schedule: Schedule) -> None:
         for name, pool in op.takes:
             if pool not in pools:
                 raise refused(op, f"takes {name} from pool {pool}, which does not exist")
+        for name in op.gives:
+            if name not in taken:
+                raise refused(op, f"gives back {name}, which is not taken")
 
 
 def _first_twice(names: Iterable[str]) -> str:
