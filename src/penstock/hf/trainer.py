@@ -97,7 +97,6 @@ class EngineMixin(EvaluationSteps):
         self._driven: DrivenOptimizer | None = None  # that optimizer in the loop's hands
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
-        self._replaced = checkpoint.Replaced()
         self._written: Path | None = None  # the checkpoint that was begun last
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
@@ -189,22 +188,22 @@ class EngineMixin(EvaluationSteps):
                             "save_on_each_node=True: all hosts see output_dir, and one rank writes there: leave it out"
                         )
                     )
-                for host in range(ranks.hosts):  # in turn: they may see the same directories
-                    ranks.jointly("room for the state", partial(self._make_room, ranks, host))
-            engine = wrap_among(ranks, model, asked)
+                self._on_each_host(ranks, checkpoint.to_replace)
+            engine = wrap_among(ranks, model, asked, partial(self._on_each_host, ranks, checkpoint.make_room))
         except BaseException:
             ranks.close()
-            self._replaced.put_back()
             raise
         self._ranks = ranks
         checkpoint.name_run(engine, ranks)
         guard(engine.model, "use evaluate and predict, or load what save_model has written")
         return engine
 
-    def _make_room(self, ranks: Ranks, host: int) -> None:
+    def _on_each_host(self, ranks: Ranks, see_to: Callable[..., object]) -> None:
         given = self._engine_arguments
-        if ranks.host == host and ranks.is_first_on_host:
-            self._replaced.make_room(self._resumes, given.budget, overwrite=given.overwrite)
+        for host in range(ranks.hosts):  # in turn: they may see the same directories
+            its = ranks.host == host and ranks.is_first_on_host
+            call = partial(see_to, self._resumes, given.budget, overwrite=given.overwrite)
+            ranks.jointly("room for the state", call if its else lambda: None)
 
     def _asked(self, model: nn.Module) -> WrapArguments:
         """The engine that the arguments ask for. Takes note of the dtypes that the model is given in."""
@@ -234,9 +233,8 @@ class EngineMixin(EvaluationSteps):
         super().end()  # type: ignore[no-untyped-call]
 
     def _close_engine(self) -> None:
-        with self._replaced:
-            if self._engine is not None:
-                self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
+        if self._engine is not None:
+            self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
 
     # ---- training
 
@@ -333,7 +331,6 @@ class EngineMixin(EvaluationSteps):
 
         def step(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
-            self._replaced.remove()
 
         self._after_notes(self._taken_by_engine(step, batches, losses, weights), batches)
         assert self._stats is not None

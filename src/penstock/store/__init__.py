@@ -12,7 +12,6 @@ manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
 journal.py    text files that grow with a run: metrics and traces
 successor.py  a store that takes the place of another, in the same directories
-aside.py      a store that is set aside while another begins in its place, and put back where that fails
 store.py      `Store`: what the executor reads and writes during training
 facts.py      facts about a store, without opening it
 removal.py    removes stores that nobody has open
