@@ -109,7 +109,7 @@ class EngineResources:
         """All of every array; several ranks read the same ranges at the same time."""
         if self.share.is_whole:
             return self.arrays
-        return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks, self.share)
+        return SharedArrays(self.arrays, self.description, self.ranks, self.share)
 
     @property
     def held(self) -> list[ParamGroup]:
