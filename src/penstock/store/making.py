@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from penstock import files
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store import digests, directory, packed
@@ -21,7 +22,7 @@ from penstock.store.striping import Striping
 
 log = logging.getLogger("penstock")
 
-BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
+BESIDE = ("commit.0", "commit.1", MANIFEST)
 """Names of the files that a store has beside its data."""
 STAGED, NEXT = "penstock.store.staged", "penstock.store.next"
 """Names of a directory's part of the store that takes this one's place, before and after it counts."""
@@ -174,8 +175,8 @@ def remove_files(paths: Sequence[Path]) -> None:
         if directory.is_there(path / DATA):
             os.rename(path / DATA, path / PARTIAL)
     for path in reversed(paths):
-        for name in (*BESIDE, PARTIAL):
-            (path / name).unlink(missing_ok=True)
+        for file in (*files.left_of(path / MANIFEST), *(path / name for name in (*BESIDE, PARTIAL))):
+            file.unlink(missing_ok=True)
 
 
 def _remove_if_empty(path: Path) -> None:
