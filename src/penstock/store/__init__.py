@@ -26,7 +26,7 @@ May import: ``errors``, ``files``, ``native``, ``documents``, ``config``.
 
 from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region
 from penstock.store.snapshot import SnapshotReader, SnapshotWriter
-from penstock.store.store import Store, StoreStats, Verified
+from penstock.store.store import Store, StoreStats
 from penstock.store.transfer import aligned_bytes
 
 __all__ = [
@@ -39,6 +39,5 @@ __all__ = [
     "SnapshotWriter",
     "Store",
     "StoreStats",
-    "Verified",
     "aligned_bytes",
 ]

@@ -267,20 +267,19 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         Raises:
             StoreError: the first damage found.
         """
-        for _, damage in self.parts():
-            if damage is not None:
-                raise damage
+        for error in (error for _, damage in self.parts() for error in damage):
+            raise error
 
-    def parts(self) -> Iterator[tuple[int, StoreError | None]]:
+    def parts(self) -> Iterator[tuple[int, list[StoreError]]]:
         """Read everything and check it; yields the bytes of each part, and what is damaged in it."""
         buffer = aligned_bytes(max(max((r.block for e in self.layout.extents for r in e.grid), default=0), _VERIFIED))
         for extent in self.layout.extents:
             for part in extent.ranges(_VERIFIED):
-                damage = None
+                damage = list[StoreError]()
                 try:
                     self.read(extent.name, part.start, buffer[: len(part)])
                 except StoreError as error:
-                    damage = error
+                    damage.append(error)
                 yield len(part), damage
 
     def close(self) -> None:
