@@ -149,7 +149,7 @@ def _beside(path: Path) -> Path:
 
 
 def left_of(path: Path) -> list[Path]:
-    """What is on its way to a path, or was when its process was killed.
+    """The files or folders that are on their way to a path, or were when their process was killed.
 
     Raises:
         OSError: the folder that it is in cannot be looked into.
