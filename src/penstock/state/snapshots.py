@@ -32,7 +32,7 @@ from penstock.state.values import arrays_in, read_elements
 from penstock.store.layout import Layout
 from penstock.store.packed import refused
 from penstock.store.parts import HOLDERS, OF_RANK, STAGES, of_rank
-from penstock.store.snapshot import PartWriter, SnapshotWriter, layout_of, size_of
+from penstock.store.snapshot import PartWriter, layout_of, size_of, written_snapshot
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
 
@@ -86,9 +86,8 @@ def save(
     account = {**meta, "model": model} | ({_APART: ranks.size} if apart else {})
 
     def write() -> None:
-        with SnapshotWriter(path, entries, account, overwrite=overwrite, grids=grids) as writer:
+        with written_snapshot(path, entries, account, overwrite=overwrite, grids=grids) as writer:
             _fill(writer, arrays, of_part)
-            writer.finish()
 
     if share.is_whole:
         ranks.jointly("snapshot", write if ranks.rank == 0 else lambda: None)

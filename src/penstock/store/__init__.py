@@ -16,7 +16,7 @@ store.py      `Store`: what the executor reads and writes during training
 facts.py      facts about a store, without opening it
 removal.py    removes stores that nobody has open
 whole.py      folders that appear whole or not at all
-snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
+snapshot.py   `written_snapshot`, `SnapshotReader`: what `engine.save` and `engine.load` use
 snapshot_place.py  the folder of a snapshot, until it is whole
 snapshot_parts.py  what a snapshot is made of: one process's, or a part of each rank
 
@@ -25,7 +25,7 @@ May import: ``errors``, ``files``, ``native``, ``documents``, ``config``.
 """
 
 from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region
-from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+from penstock.store.snapshot import SnapshotReader, written_snapshot
 from penstock.store.store import Store, StoreStats
 from penstock.store.transfer import aligned_bytes
 
@@ -36,8 +36,8 @@ __all__ = [
     "Layout",
     "Region",
     "SnapshotReader",
-    "SnapshotWriter",
     "Store",
     "StoreStats",
     "aligned_bytes",
+    "written_snapshot",
 ]
