@@ -121,75 +121,41 @@ def _opener(private: bool) -> Callable[[str, int], int]:
 
 
 def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
-    """Write a file so that whoever looks, after a kill or a power cut too, finds the old one or the new one, whole.
-    Processes that write the same one do so one after the other.
+    """Write a file so that whoever looks, after a kill or a power cut too, finds the old one or the new one, whole; of
+    several processes that do so, the one of the last that was done. What one has left that was killed goes first.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    with named(path), _alone(path.with_name(path.name + PARTIAL), private=private) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-        os.replace(file.name, path)
+    partial = _beside(path)
+    with named(path):
+        _remove_abandoned(path)
+        with create(partial, private=private) as file:
+            try:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(partial, path)
+            except BaseException:
+                with suppress(OSError):
+                    partial.unlink()
+                raise
     sync_folder(path.parent)
 
 
-@contextmanager
-def _alone(partial: Path, *, private: bool) -> Iterator[BinaryIO]:
-    """A new file that no other process writes to, which goes unless it is given another name."""
-    while True:
-        try:
-            file = create(partial, private=private)
-        except FileExistsError:
-            _clear(partial)
-            continue
-        with file:
-            _wait_for(file.fileno())
-            if not _is_called(file.fileno(), partial):
-                continue  # another process took it for what a killed one has left
-            try:
-                yield file
-            except BaseException:
-                with suppress(OSError):
-                    if _is_called(file.fileno(), partial):  # else it has its name, and this is another's
-                        partial.unlink()
-                raise
-            return
+def _beside(path: Path) -> Path:
+    """A name that nobody else has for what is to be at a path."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{PARTIAL}")
 
 
-def _clear(partial: Path) -> None:
-    """Remove what a killed process has left, or what lies in wait for us; what another is at work on, when it is done.
+def left_of(path: Path) -> list[Path]:
+    """The files or folders that are on their way to a path, or were when their process was killed.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the folder that it is in cannot be looked into.
     """
-    try:
-        fd = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:  # it has its name: what has that of a partial file by now is another's
-        return
-    except OSError:  # a link, say
-        partial.unlink(missing_ok=True)
-        return
-    try:
-        _wait_for(fd)
-        if _is_called(fd, partial):
-            partial.unlink(missing_ok=True)
-    finally:
-        os.close(fd)
-
-
-def _wait_for(fd: int) -> None:
-    """Lock a file, when nobody has its lock any more; where its file system has none, at once."""
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
-
-
-def _is_called(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
+    return [left for left in matching(path.parent, f"*{PARTIAL}") if name.fullmatch(left.name)]
 
 
 @contextmanager
@@ -204,7 +170,7 @@ def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
     """
     make_folder(folder.parent)
     _remove_abandoned(folder)
-    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}{PARTIAL}")
+    partial = _beside(folder)
     with ExitStack() as under_way:
         partial.mkdir()
         under_way.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -221,30 +187,29 @@ def made_once(folder: Path, *, private: bool = True) -> Iterator[Path]:
 
 
 _ABANDONED = 3600
-"""Seconds for which nothing was written of a folder before it is taken for what a kill has left. There are file systems
-of several hosts on which each sees its own locks alone."""
+"""Seconds for which nothing was written of a file or a folder before it is taken for what a kill has left. There are
+file systems of several hosts on which each sees its own locks alone."""
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes have left of a folder that were killed as they made it: it is old, and has no lock."""
-    name = re.compile(rf"{re.escape(folder.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
-    for left in filter(lambda path: name.fullmatch(path.name), matching(folder.parent, f"*{PARTIAL}")):
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes have left that were killed as they made what is at a path: it is old, and has no lock."""
+    for left in left_of(path):
         with suppress(OSError):  # it is another's, or in use
-            walked = os.walk(left, onerror=refuse)
-            there = (Path(at, name) for at, folders, names in walked for name in (".", *folders, *names))
-            if time.time() - max(path.lstat().st_mtime for path in there) > _ABANDONED:
+            walked = os.walk(left, onerror=refuse) if left.is_dir() else ()
+            there = (Path(at, name) for at, folders, names in walked for name in (*folders, *names))
+            if time.time() - max(path.lstat().st_mtime for path in (left, *there)) > _ABANDONED:
                 with _flocked(left):  # not of a new one, whose maker is about to take it
                     remove(left)
 
 
 @contextmanager
-def _flocked(folder: Path) -> Iterator[None]:
-    """A folder that is locked.
+def _flocked(path: Path) -> Iterator[None]:
+    """A file or a folder that is locked.
 
     Raises:
         OSError: it cannot be opened, another process has its lock, or its file system has none.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -66,8 +66,9 @@ def check_error(fault: str, nth: Nth, attempt: Attempt, warned: str) -> None:
     if not attempt.errors and fault == "no byte" and (call.offset, call.nbytes) == (0, 4096):
         return  # nobody needs what is in there: whether a file can be read directly is tried with its first block
     said = str(attempt.errors[0]) if attempt.errors else warned
-    names = re.sub(r"\.partial(-\w+)?", "", call.path).rsplit("/", 1)
-    assert all(name in re.sub(r"\.partial(-\w+)?", "", said) for name in names), f"{call}: {said}"
+    beside = r"(\.[0-9a-f]{12})?\.partial(-\w+)?"
+    names = re.sub(beside, "", call.path).rsplit("/", 1)
+    assert all(name in re.sub(beside, "", said) for name in names), f"{call}: {said}"
     if call.name in ("preadv", "pwritev"):
         found = re.search(r"(read|write) of (\d+) bytes at offset (\d+) stopped after (\d+) bytes: (.*)", said)
         if found is None and (call.offset, call.nbytes) == (0, 4096):  # "cannot be opened": whether it reads directly

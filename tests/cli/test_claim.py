@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, RankError, StoreError
 from penstock.store.facts import facts_of, facts_of_all, store_exists
 from penstock.store.layout import Layout
 from penstock.store.owner import RUN_FILE, owner_in
-from penstock.store.snapshot import SnapshotWriter
+from penstock.store.snapshot import written_snapshot
 from penstock.store.store import DATA, Store
 from penstock.store.transfer import aligned_bytes
 from tests.faults import Nth, error, intercepted
@@ -199,9 +199,8 @@ def test_a_run_that_has_a_snapshot_does_not_begin_again_for_being_given_a_disk(
             claim.begin(memory)
             claim.state_made()
     write_settings(run, memory)
-    with SnapshotWriter(run / "snapshot-3", [("weights.0", 4096)], {"step": 3}) as writer:
+    with written_snapshot(run / "snapshot-3", [("weights.0", 4096)], {"step": 3}) as writer:
         writer.write("weights.0", 0, aligned_bytes(4096))
-        writer.finish()
     before = content(run)
     with pytest.raises(ConfigError, match=r"has its state in .*snapshot-3.*--budget\.disk null"):
         step_found(there)

@@ -231,7 +231,7 @@ def test_a_commit_that_failed_is_taken_back_before_what_it_names_is_written(
     store.close()
     with Store.open([tmp_path / "killed"]) as found:
         assert found.last_commit() == {"step": 1}
-        assert not [part.damage for part in found.verify({"a": 0}) if part.damage]
+        assert not [damage for _, damage in found.verify({"a": 0}) if damage]
 
 
 def test_a_schedule_of_ones_own_may_not_step_in_place_before_the_norm() -> None:

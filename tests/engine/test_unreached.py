@@ -131,7 +131,7 @@ def check_whole(store: Path, expected: Result | None) -> None:
     with Store.open([store]) as opened:
         slots = Slots(opened)
         current = {extent.name: slots.current(extent.name) for extent in opened.layout.extents}
-        assert not [text for part in opened.verify(current) for text in part.damage]
+        assert not [text for _, damage in opened.verify(current) for text in damage]
     if expected is None:
         return
     with committed([[store]]) as last:

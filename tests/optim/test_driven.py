@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from penstock.config.optimizer import AdamW
-from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.facade import StreamedOptimizer
 
 SEEN: list[str] = []
 
 
-def driven() -> DrivenOptimizer:
+def driven() -> StreamedOptimizer:
     SEEN.clear()
     streamed = StreamedOptimizer(AdamW(), [("w", torch.nn.Parameter(torch.zeros(3)))])
-    return DrivenOptimizer(streamed, _step)
+    return streamed.drive(_step)
 
 
 def _step() -> None:

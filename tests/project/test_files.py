@@ -8,10 +8,10 @@ import shutil
 import signal
 import stat
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -116,11 +116,18 @@ def test_a_link_is_not_followed(write: Callable[[Path], object], tmp_path: Path)
     assert not victim.exists()
 
 
-def test_what_is_replaced_takes_the_place_of_a_link_and_of_one_that_lay_in_wait(tmp_path: Path) -> None:
+def test_what_is_replaced_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    """One in the place of what is on its way there is not followed, either: nobody could know of it."""
     path = tmp_path / "name"
     victim = _link(path)
-    (tmp_path / f"name{files.PARTIAL}").symlink_to(victim)
     files.replace(path, "ours")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
+        (waits := tmp_path / f"name.{'0' * 12}.partial").symlink_to(victim)
+        with pytest.raises(FileExistsError):
+            files.replace(path, "more")
+        assert victim.read_text() == "the user's own"
+        waits.unlink()
     (tmp_path / "given").write_text("a copy")
     (tmp_path / "copied").symlink_to(victim)
     files.copy(tmp_path / "given", tmp_path / "copied")
@@ -166,7 +173,7 @@ def test_what_fails_on_the_way_leaves_the_old_file_and_no_half_one(
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("name", "old")]
 
 
-def test_processes_that_write_the_same_file_do_so_one_after_the_other(tmp_path: Path) -> None:
+def test_of_processes_that_write_the_same_file_one_has_written_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write(text: str) -> None:
@@ -187,42 +194,27 @@ def test_processes_that_write_the_same_file_do_so_one_after_the_other(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_another_process_begins_as_its_last_one_takes_its_name_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, partial, theirs = tmp_path / "file", tmp_path / "file.partial", tmp_path / "theirs"
-    partial.write_text("first")
-    looks, really = [], os.open
-
-    def opened(name: Any, flags: int, *more: Any, **others: Any) -> int:
-        if Path(name) == partial and not flags & os.O_CREAT:
-            looks.append(name)
-            os.replace(partial, theirs)
-            if len(looks) == 1:
-                partial.write_text("second")
-            raise FileNotFoundError(name)
-        return really(name, flags, *more, **others)
-
-    monkeypatch.setattr(os, "open", opened)
-    files.replace(path, "ours")
-    assert (path.read_text(), theirs.read_text()) == ("ours", "second")
-    assert len(looks) == 2
-
-
-def test_who_is_interrupted_with_the_file_in_place_leaves_the_next_one_to_who_has_begun_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, partial, really = tmp_path / "file", tmp_path / "file.partial", os.replace
-
-    def replaced(*places: Any) -> None:
-        really(*places)
-        partial.write_text("theirs")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", replaced)
-    with pytest.raises(KeyboardInterrupt):
-        files.replace(path, "ours")
-    assert (path.read_text(), partial.read_text()) == ("ours", "theirs")
+def test_what_was_left_of_a_file_by_a_kill_goes_as_it_is_written_again(tmp_path: Path) -> None:
+    """Once nobody else can be at work on it."""
+    path, other = tmp_path / "file", tmp_path / f"other.{'0' * 12}.partial"
+    files.replace(path, "old")
+    other.touch()
+    _age(other)
+    if not (child := os.fork()):
+        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        files.replace(path, "half")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = files.left_of(path)
+    files.replace(path, "new")
+    assert (path.read_text(), files.left_of(path)) == ("new", [left])
+    _age(left)
+    with open(left) as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        files.replace(path, "newer")
+        assert files.left_of(path) == [left]
+    files.replace(path, "newest")
+    assert (path.read_text(), files.left_of(path)) == ("newest", [])
+    assert sorted(tmp_path.iterdir()) == [path, other]
 
 
 def test_of_two_that_make_the_same_folder_one_stands(tmp_path: Path) -> None:

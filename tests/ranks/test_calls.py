@@ -1,9 +1,8 @@
-"""A call of an engine that one rank makes alone, as within ``if rank == 0``, is an error where nobody is left who could
-come to it; where somebody may, it is said who is waited for.
-"""
+"""A rank that waits in a call of an engine which others have not come to says in which, and for whom."""
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock import Engine
 from penstock.errors import RankError
 from penstock.ranks import watch
-from penstock.ranks.calls import Calls, Seen
+from penstock.ranks.calls import Calls
 from tests.models import PLAIN
 from tests.patience import until
 from tests.ranks.worlds import World, pipeline, together
@@ -22,41 +22,18 @@ from tests.training import budget, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COMPUTES, WAITS, CALLS = Seen(begun=1), Seen(begun=1, elsewhere=3), Seen(begun=2, inside=True)
 
-
-@pytest.mark.parametrize(
-    ("others", "world", "missing", "stuck"),
-    [
-        ([WAITS, WAITS], 3, [1, 2], [1, 2]),
-        ([CALLS, WAITS], 3, [2], [2]),
-        ([COMPUTES, WAITS], 3, [1, 2], []),  # the first may come, to both
-        ([Seen(begun=2), WAITS], 3, [2], []),  # it has come, and computes what the other one waits for
-        ([CALLS, CALLS], 3, [], []),
-        ([WAITS, WAITS], 4, [1, 2], []),  # they may wait for one that is not of the engine
-        ([WAITS], 3, [1], []),  # of one nothing was heard yet
-    ],
-)
-def test_only_who_waits_for_nobody_that_could_come_waits_in_vain(
-    others: list[Seen], world: int, missing: list[int], stuck: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    calls = Calls(0, range(min(world, 3)), world=world)
-    with calls.call("step"), calls.elsewhere():
-        assert calls.own == Seen(begun=1, inside=True)
+def test_who_has_begun_fewer_calls_is_missing_in_the_last() -> None:
+    calls = Calls()
+    with calls.call("step"), calls.call("save"):
+        assert (calls.begun, calls.name) == (1, "step")
+    for rank, begun in enumerate([1, 2, 1], start=1):
+        calls.hear(rank, begun)
     with calls.call("save"):
-        for rank, seen in enumerate(others, start=1):
-            calls.hear(rank, Seen.of(str(seen)))
-        now = 9.0
-        assert (calls.name, calls.missing(), calls.stuck(8.0), calls.stuck(10.0)) == ("save", missing, stuck, [])
-        for other in (Seen(begun=1, elsewhere=4), WAITS):  # another wait than before: it goes on
-            calls.hear(len(others), other)
-            assert calls.stuck(8.0) == []
-        calls.move_on(3.0)
-        now = 19.0
-        assert calls.stuck(8.0) == []
-    assert (calls.missing(), calls.stuck(-1.0)) == ([], [])
+        assert (calls.name, calls.missing()) == ("save", [1, 3])
+        calls.hear(3, 2)
+        assert calls.missing() == [1]
+    assert calls.missing() == []
 
 
 def heard() -> list[str]:
@@ -69,32 +46,42 @@ def heard() -> list[str]:
     return said
 
 
+def give_up_when_told(engines: Sequence[Engine]) -> None:
+    """As somebody who reads that this rank waits for another one might."""
+    watch.LONG = 0.5
+    handler = logging.Handler()
+
+    def give_up(record: logging.LogRecord) -> None:
+        if "goes on waiting, for rank" in record.getMessage():
+            for engine in engines:
+                engine.inside.resources.ranks.fail(TimeoutError(record.getMessage()))
+
+    handler.emit = give_up  # type: ignore[method-assign]
+    logging.getLogger("penstock").addHandler(handler)
+
+
 def alone(mesh: DeviceMesh, path: Path) -> None:
-    """The first rank is told of the other one while it waits for it; then both wait in vain. The other one has given
-    up a collective by then."""
-    said, watch.SILENT = heard(), 2.0
+    """The first rank is told of the other one while it waits for it, and gives up then. The other one has given up a
+    collective by then."""
     ended = path.parent / "ended"
     with wrap(PLAIN, budget(None), mesh=mesh) as engine:
+        give_up_when_told([engine])
         try:
             engine.save(path) if mesh.get_rank() == 0 else dist.barrier()
         except RankError:
-            if mesh.get_rank() == 0:
-                (path.parent / "said").write_text("\n".join(said))
-            else:
-                with pytest.raises(RankError, match="have to be started again: rank 0 waits in save"):
+            if mesh.get_rank():
+                with pytest.raises(RankError, match="have to be started again: rank 0 has failed"):
                     wrap(PLAIN, budget(None), mesh=mesh)
                 ended.touch()
             until(ended.exists)  # a process that ends ends the other's barrier
             raise
 
 
-def test_a_call_of_one_rank_alone_is_said_on_all_who_wait_for_each_other(tmp_path: Path) -> None:
+def test_a_call_of_one_rank_alone_is_said_on_the_rank_that_waits(tmp_path: Path) -> None:
     for f in World(2, alone, tmp_path / "snapshot").outcomes():
         assert f.kind == "RankError"
-        assert "rank 0 waits in save for rank 1, and there it is waited for outside of the engine" in f.said
-    said = (tmp_path / "said").read_text()
-    assert "rank 0 has waited in save for" in said
-    assert "and goes on waiting, for rank 1: all ranks make every call" in said
+        assert "rank 0 has failed: TimeoutError: rank 0 has waited in save for" in f.said
+        assert "and goes on waiting, for rank 1: all ranks make every call" in f.said
 
 
 def gathers_alone(mesh: DeviceMesh, told: Path) -> str:

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from penstock.ranks import watch
 from penstock.ranks.calls import Calls
 watch.EVERY = 0.0  # it asks the store all the time
-watch.Watch(dist.HashStore(), 0, [watch.Place.here()], Calls(0, [0], world=1))
+watch.Watch(dist.HashStore(), 0, [watch.Place.here()], Calls())
 """
 
 

@@ -32,7 +32,7 @@ def failure_beside(other: Place, monkeypatch: pytest.MonkeyPatch, own: Place | N
     monkeypatch.setattr(watch, "SILENT", 0.2)
     store = dist.HashStore()
     store.set("beat/1", "1 0 0 0")
-    here = Watch(store, 0, [own or Place.here(), other], Calls(0, [0, 1], world=2))
+    here = Watch(store, 0, [own or Place.here(), other], Calls())
     until = time.monotonic() + 30
     while here.failure is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -104,7 +104,7 @@ def test_ranks_that_are_all_stopped_for_a_while_go_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped))
     monkeypatch.setattr(watch, "EVERY", 0.5)
     store, places = dist.HashStore(), [Place.here()] * 2
-    ranks = [Watch(store, rank, places, Calls(rank, [0, 1], world=2)) for rank in (0, 1)]
+    ranks = [Watch(store, rank, places, Calls()) for rank in (0, 1)]
 
     def sleeping_after(beat: int) -> None:
         until(lambda: all(int(store.get(f"beat/{rank}").split()[0]) >= beat for rank in (0, 1)))
@@ -138,7 +138,7 @@ def test_a_rank_that_is_stopped_as_it_asks_the_store_goes_on(asks: str, monkeypa
 
     stops, store, places = Event(), Stopped(), [Place.here()] * 2
     store.set("beat/1", "1 0 0 0")
-    rank = Watch(store, 0, places, Calls(0, [0, 1], world=2))
+    rank = Watch(store, 0, places, Calls())
     until(lambda: int(store.get("beat/0").split()[0]) > 2)  # it has looked at the other's
     stops.set()
     assert asked.wait(PATIENCE)
@@ -156,7 +156,7 @@ def test_a_rank_that_is_stopped_as_it_asks_the_store_goes_on(asks: str, monkeypa
 def test_ranks_that_end_wait_for_each_other_and_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "EVERY", 2 * PATIENCE)
     store, places = dist.HashStore(), [Place.here()] * 2
-    first, second = (Watch(store, rank, places, Calls(rank, [0, 1], world=2)) for rank in (0, 1))
+    first, second = (Watch(store, rank, places, Calls()) for rank in (0, 1))
     ends = Thread(target=first.close)
     ends.start()
     ends.join(0.2)

@@ -38,7 +38,7 @@ class OneOfRanks(Together):
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self._watch = Watch(store, 0, [Place.here()], Calls(0, [0], world=1))
+        self._watch = Watch(store, 0, [Place.here()], Calls())
         self._data = cast(Any, None)
         self._beside = {}
         self._apart = None

@@ -151,7 +151,7 @@ class Steps(RuleBasedStateMachine):
         if not self.owed:
             assert contents(self.slots) == self.counts
         current = {name: self.slots.current(name) for name in NAMES}
-        assert self.owed or not [text for part in self.store.verify(current) for text in part.damage]
+        assert self.owed or not [text for _, damage in self.store.verify(current) for text in damage]
 
     def teardown(self) -> None:
         self.store.close()

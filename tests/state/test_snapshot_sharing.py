@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, Region, SnapshotReader, SnapshotWriter, Store, aligned_bytes
+from penstock.store import ALIGN, Layout, Region, SnapshotReader, Store, aligned_bytes, written_snapshot
 from tests.models import PLAIN
 from tests.store.test_store import random_bytes
 from tests.training import assert_same_state, budget, run_steps, steps_of, wrap
@@ -81,14 +81,13 @@ def content(seed: int) -> Any:
 def adopt(store: Store, path: Path) -> list[bool]:
     """Save slot 1 of both extents; which of them were taken over by reference."""
     adopted = []
-    with SnapshotWriter(path, ENTRIES, {}, grids=GRIDS) as writer:
+    with written_snapshot(path, ENTRIES, {}, grids=GRIDS) as writer:
         for name, nbytes in ENTRIES:
             adopted.append(writer.adopt(name, store.lend(name, 1)))
             if not adopted[-1]:
                 buffer = aligned_bytes(nbytes)
                 store.read(name, 0, buffer, 1)
                 writer.write(name, 0, buffer)
-        writer.finish()
     return adopted
 
 

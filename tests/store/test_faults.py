@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, Layout, Region, SnapshotWriter, Store, aligned_bytes, directory, packed
+from penstock.store import ALIGN, Layout, Region, Store, aligned_bytes, directory, packed, written_snapshot
 from penstock.store.directory import DirectoryLock, in_memory
 from penstock.store.facts import store_exists
 from penstock.store.manifest import DATA
@@ -93,8 +93,11 @@ def test_a_store_keeps_working_on_a_disk_that_others_fill(small_disk: Path) -> N
 
 def test_a_snapshot_on_a_full_disk_leaves_nothing(small_disk: Path) -> None:
     before = set(small_disk.iterdir())
-    with pytest.raises(StoreError, match=r"the snapshot needs 64 MiB, .* are free"):
-        SnapshotWriter(small_disk / "s", [("a", 64 * MIB)], {})
+    with (
+        pytest.raises(StoreError, match=r"the snapshot needs 64 MiB, .* are free"),
+        written_snapshot(small_disk / "s", [("a", 64 * MIB)], {}),
+    ):
+        pass
     assert set(small_disk.iterdir()) == before
 
 

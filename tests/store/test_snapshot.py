@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StoreError
-from penstock.store import ALIGN, SnapshotReader, SnapshotWriter, aligned_bytes
+from penstock.store import ALIGN, SnapshotReader, aligned_bytes, written_snapshot
 from penstock.store.digests import Digests
 from penstock.store.layout import BLOCK
+from penstock.store.snapshot import PartWriter
 from tests import warm
 
 ENTRIES = [("weights", 3 * BLOCK + 5 * ALIGN), ("tiny", 10), ("moments", BLOCK)]
@@ -32,16 +34,15 @@ def contents(seed: int = 0) -> dict[str, npt.NDArray[np.uint8]]:
     return arrays
 
 
-def write_all(writer: SnapshotWriter, arrays: dict[str, npt.NDArray[np.uint8]], chunk: int = 2 * BLOCK) -> None:
+def write_all(writer: PartWriter, arrays: dict[str, npt.NDArray[np.uint8]], chunk: int = 2 * BLOCK) -> None:
     for name, data in arrays.items():
         for offset in range(0, len(data), chunk):
             writer.write(name, offset, data[offset : offset + chunk])
 
 
 def save(path: Path, seed: int = 0, *, overwrite: bool = False) -> None:
-    with SnapshotWriter(path, ENTRIES, META | {"seed": seed}, overwrite=overwrite) as writer:
+    with written_snapshot(path, ENTRIES, META | {"seed": seed}, overwrite=overwrite) as writer:
         write_all(writer, contents(seed))
-        writer.finish()
 
 
 def check(path: Path, seed: int = 0) -> None:
@@ -67,9 +68,8 @@ def test_chunks_of_any_size_in_any_order(
 ) -> None:
     path = tmp_path_factory.mktemp("snapshots") / "s"
     arrays = contents()
-    with SnapshotWriter(path, ENTRIES, META) as writer:
+    with written_snapshot(path, ENTRIES, META) as writer:
         write_all(writer, arrays, write * ALIGN)
-        writer.finish()
     data = arrays["weights"]
     with SnapshotReader(path) as reader:
         for offset in reversed(range(start * ALIGN, len(data), read * ALIGN)):
@@ -185,44 +185,48 @@ def test_a_folder_that_is_no_snapshot_is_never_overwritten(tmp_path: Path) -> No
 
 
 def test_a_path_that_is_taken_meanwhile_is_kept(tmp_path: Path) -> None:
-    with SnapshotWriter(tmp_path / "s", ENTRIES, META) as writer:
-        write_all(writer, contents())
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(StoreError, match="exists"))
+        write_all(stack.enter_context(written_snapshot(tmp_path / "s", ENTRIES, META)), contents())
         (tmp_path / "s").mkdir()
-        with pytest.raises(StoreError, match="exists"):
-            writer.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
-def test_without_finish_nothing_is_left(tmp_path: Path) -> None:
-    with SnapshotWriter(tmp_path / "s", ENTRIES, META) as writer:
-        writer.write("moments", 0, contents()["moments"])
-    assert not any(tmp_path.iterdir())
-    SnapshotWriter(tmp_path / "s", ENTRIES, META).abort()
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_fails_leaves_nothing(begun: bool, tmp_path: Path) -> None:
+    with suppress(KeyError), written_snapshot(tmp_path / "s", ENTRIES, META) as writer:
+        if begun:
+            writer.write("moments", 0, contents()["moments"])
+        raise KeyError
     assert not any(tmp_path.iterdir())
 
 
 def test_writing_out_of_order_or_not_all_is_our_mistake(tmp_path: Path) -> None:
     arrays = contents()
-    with SnapshotWriter(tmp_path / "s", ENTRIES, META) as writer:
-        with pytest.raises(AssertionError, match="next write"):
-            writer.write("weights", ALIGN, arrays["weights"][:ALIGN])
-        with pytest.raises(AssertionError, match="were written"):
-            writer.finish()
+    with (
+        pytest.raises(AssertionError, match="were written"),
+        written_snapshot(tmp_path / "s", ENTRIES, META) as writer,
+        pytest.raises(AssertionError, match="next write"),
+    ):
+        writer.write("weights", ALIGN, arrays["weights"][:ALIGN])
     assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_parent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="does not exist: create it"):
-        SnapshotWriter(tmp_path / "nowhere" / "s", ENTRIES, META)
+    with (
+        pytest.raises(StoreError, match="does not exist: create it"),
+        written_snapshot(tmp_path / "nowhere" / "s", ENTRIES, META),
+    ):
+        pass
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from penstock.store import SnapshotWriter, aligned_bytes
-writer = SnapshotWriter(Path(sys.argv[1]), [("a", 8192)], {})
-writer.write("a", 0, aligned_bytes(4096))
-os.kill(os.getpid(), signal.SIGKILL)
+from penstock.store import aligned_bytes, written_snapshot
+with written_snapshot(Path(sys.argv[1]), [("a", 8192)], {}) as writer:
+    writer.write("a", 0, aligned_bytes(4096))
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -230,9 +234,9 @@ def test_a_killed_save_leaves_no_snapshot_and_the_next_one_clears_up(tmp_path: P
     warm.run(["-c", KILLED, tmp_path / "s"])
     assert not (tmp_path / "s").exists()
     assert len(list(tmp_path.iterdir())) == 1
-    with SnapshotWriter(tmp_path / "s", ENTRIES, META) as alive:
+    with suppress(KeyError), written_snapshot(tmp_path / "s", ENTRIES, META):
         save(tmp_path / "s")
         check(tmp_path / "s")
         assert len(list(tmp_path.iterdir())) == 2  # the dead save's folder is gone, the live one's is not
-        alive.abort()
+        raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["s"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import StoreError
-from penstock.store.snapshot import SnapshotReader, SnapshotWriter
+from penstock.store.snapshot import SnapshotReader, written_snapshot
 from penstock.store.transfer import aligned_bytes
 from penstock.store.whole import WholeFolder, remove_abandoned
 from tests.faults import Nth, error, intercepted
@@ -100,9 +100,8 @@ def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str
 def save(path: Path, value: int) -> None:
     buffer = aligned_bytes(8192)
     buffer[:] = value
-    with SnapshotWriter(path, [("x", 8192)], {"value": value}, overwrite=True) as writer:
+    with written_snapshot(path, [("x", 8192)], {"value": value}, overwrite=True) as writer:
         writer.write("x", 0, buffer)
-        writer.finish()
 
 
 def saved(path: Path) -> int:

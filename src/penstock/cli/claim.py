@@ -106,7 +106,8 @@ class Claim:
     # ---- what is there
 
     def _require_nothing(self, remedy: str) -> None:
-        present = sorted(item.name for item in self.folder.iterdir() if item.name not in _LEFT_BEHIND)
+        left = {self.folder / RUN_LOCK, *files.left_of(self.folder / RUN_FILE)}  # by a start that was killed
+        present = sorted(item.name for item in self.folder.iterdir() if item not in left)
         if present:
             raise ConfigError(f"run={str(self.folder)!r}: the folder already holds {_some(present)}. {remedy}")
         self._require_no_others()
@@ -448,10 +449,6 @@ def is_complete(config: TrainConfig, done: int, ranks: int, hosts: int = 1) -> s
     again = f" To go on, raise it: {how_to_start(ranks, hosts)} resume {shlex.quote(config.run)} --steps {2 * done}"
     kept = config.budget.disk_paths or config.budget.durability != "none"
     return said + (again if kept else "")
-
-
-_LEFT_BEHIND = {RUN_LOCK, f"{RUN_FILE}.partial"}
-"""Names of the files that a start leaves which was killed before its run began: a folder with only these is free."""
 
 
 def _replaced(facts: StoreFacts, stores: Stores) -> Replaced:

@@ -147,8 +147,8 @@ def as_cut_before(config: TrainConfig) -> TrainConfig:
 
 def own_files(folder: Path) -> list[Path]:
     """The files that a run writes into its folder, but for ``run.json`` and its lock; they need not be there."""
-    names = [f"{name}{ending}" for name in (*_FILES, RUN_FILE) for ending in ("", files.PARTIAL)]
-    return [*(folder / name for name in names if name != RUN_FILE), *folder.glob(_TRACES)]
+    left = (path for name in (*_FILES, RUN_FILE) for path in files.left_of(folder / name))
+    return [*(folder / name for name in _FILES), *left, *folder.glob(_TRACES)]
 
 
 def own_folders(folder: Path) -> list[Path]:

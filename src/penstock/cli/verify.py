@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from penstock.data.token_files import open_tokens
 from penstock.errors import ConfigError, StoreError
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.directory import is_there
+from penstock.store.layout import Extent
 from penstock.store.manifest import DATA, MANIFEST
 from penstock.store.owner import RUN_FILE
 from penstock.store.parts import opened_parts
@@ -122,15 +123,8 @@ def _store(store: Store) -> list[str]:
     """Read a store; returns what is damaged."""
     last, slots = whole_commit(store, store.paths[0]), Slots(store)
     current = {extent.name: slots.current(extent.name) for extent in store.layout.extents}
-    began, damage, done = time.perf_counter(), list[str](), 0
-    with progress("read") as show:
-        for part in store.verify(current):
-            done = part.done
-            damage += part.damage
-            show(part.done, part.total)
     places = ", ".join(map(str, store.paths))
-    _say(f"{places}: read", done, f"in {len(current)} extents of step {last['step']}, the last commit,", began)
-    return damage
+    return _read(places, store.verify(current), store.layout.extents, f"step {last['step']}, the last commit")
 
 
 def _records(store: Store) -> list[str]:
@@ -140,22 +134,27 @@ def _records(store: Store) -> list[str]:
 
 def _snapshot(path: Path) -> list[str]:
     """Read a snapshot; returns what is damaged."""
-    with opened_snapshot(path) as parts, progress("read") as show:
+    with opened_snapshot(path) as parts:
         extents = [extent for part in parts for extent in part.layout.extents]
-        total = sum(extent.stride for extent in extents)
-        began, damage, done = time.perf_counter(), list[str](), 0
-        for nbytes, found in chain.from_iterable(part.parts() for part in parts):
+        found = chain.from_iterable(part.parts() for part in parts)
+        return _read(path, found, extents, f"step {parts[0].meta['step']}, the last snapshot")
+
+
+def _read(
+    what: object, parts: Iterable[tuple[int, Sequence[object]]], extents: Sequence[Extent], state: str
+) -> list[str]:
+    """Read ``parts`` of so many bytes; returns what is damaged in them."""
+    began, damage, done = time.perf_counter(), list[str](), 0
+    total = sum(extent.stride for extent in extents)
+    with progress("read") as show:
+        for nbytes, found in parts:
             done += nbytes
-            damage += [str(found)] if found is not None else []
+            damage += map(str, found)
             show(done, total)
-        step = parts[0].meta["step"]
-    _say(f"{path}: read", done, f"in {len(extents)} extents of step {step}, the last snapshot,", began)
-    return damage
-
-
-def _say(what: str, nbytes: int, where: str, began: float) -> None:
     seconds = time.perf_counter() - began
-    print(f"{what} {format_size(nbytes)} {where} in {seconds:.1f} s ({nbytes / max(seconds, 1e-9) / 1e9:.2g} GB/s)")
+    rate = f"{done / max(seconds, 1e-9) / 1e9:.2g} GB/s"
+    print(f"{what}: read {format_size(done)} in {len(extents)} extents of {state}, in {seconds:.1f} s ({rate})")
+    return damage
 
 
 def _places(damage: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """An engine's resources for as long as it lives: a model cut into groups, its state and store, its streams."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ class EngineResources:
         """All of every array; several ranks read the same ranges at the same time."""
         if self.share.is_whole:
             return self.arrays
-        return SharedArrays(self.arrays, [g.spec for g in self.groups], self.ranks, self.share)
+        return SharedArrays(self.arrays, self.description, self.ranks, self.share)
 
     @property
     def held(self) -> list[ParamGroup]:
@@ -149,11 +149,13 @@ def open_resources(
     machine: Machine | None,
     owner: Owner | None,
     ranks: Ranks,
+    make_room: Callable[[], None] | None,
 ) -> EngineResources:
     """Cut a model into groups, open or make its store, and bring its values to where they live from now on.
 
     ``settings``: as asked for, and what counts where nothing was. ``machine``: to plan for. ``owner``: the run that the
-    store belongs to.
+    store belongs to. ``make_room``: removes the stores that are there, before any are looked for; None: they are gone
+    on with.
 
     Raises:
         ConfigError, BudgetError, ModelError, StoreError: as ``wrap``. Nothing is open then.
@@ -170,9 +172,10 @@ def open_resources(
     dealt, holders = list[int](), list[int]()
     if ranks.are_pipeline:
         specs, blocks = [g.spec for g in groups], [block.name for block in found]
+        goes_on = budget.disk_paths if make_room is None else ()
         assert not isinstance(settings.schedule, Schedule), "wrap has refused it"
         dealt, holders = deal_blocks(
-            specs, blocks, ranks, settings.deal, budget.disk_paths, settings.schedule, looked_up(model, groups)
+            specs, blocks, ranks, settings.deal, goes_on, settings.schedule, looked_up(model, groups)
         )
     share = ranks.share(parts, holders)
     optimizer = optimizer_for(spec, groups)
@@ -189,6 +192,8 @@ def open_resources(
     check_strands(strands, ranks.sharing.size)
     names = [[name, *parameter] for group in description["groups"] for name, *parameter in group["parameters"]]
     ranks.agree_on_each({"model": type(model).__name__, "parameters of the model": _digest(names)})
+    if make_room is not None:
+        make_room()
     commits = Commits(
         budget,
         [share.part(g.spec) for g in groups],

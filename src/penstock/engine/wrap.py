@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -57,9 +57,12 @@ def wrap(model: nn.Module, asked: WrapArguments) -> Engine:
     return wrap_among(None, model, asked)
 
 
-def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> Engine:
+def wrap_among(
+    joined: Ranks | None, model: nn.Module, asked: WrapArguments, make_room: Callable[[], None] | None = None
+) -> Engine:
     """``wrap`` for ranks that have ``joined`` already; None: those of ``asked.mesh``. The engine ends what they do
-    together."""
+    together. ``make_room``: removes the stores that are there, once the arguments have been checked; None: they are
+    gone on with."""
     check_model(model)
     if asked.weights is not None and not start.built_on_meta(model):
         raise ConfigError("weights has no effect: the model has values already. Build it on the meta device")
@@ -107,7 +110,9 @@ def wrap_among(joined: Ranks | None, model: nn.Module, asked: WrapArguments) -> 
                     )
                 budget = budget.of_rank(ranks.rank, ranks.size, ranks.hosts)
                 settings = replace(asked, budget=budget, precision=precision, loss_fn=asked.loss_fn or _model_loss)
-                resources = open_resources(model, settings, device=device, machine=machine, owner=owner, ranks=ranks)
+                resources = open_resources(
+                    model, settings, device=device, machine=machine, owner=owner, ranks=ranks, make_room=make_room
+                )
                 return Engine(resources)
         except BaseException:
             ranks.close()

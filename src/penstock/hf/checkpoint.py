@@ -5,7 +5,6 @@ and it is handed on to the run that is resumed. A store is replaced by a checkpo
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -14,9 +13,10 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,16 +36,13 @@ from penstock.state.buffers import Buffers
 from penstock.state.record import check_kept, check_param_groups, check_progress
 from penstock.state.snapshots import require_like
 from penstock.state.splits import SPLITS
-from penstock.store.aside import Aside, has_room, is_undecided, settle
 from penstock.store.directory import entries
-from penstock.store.facts import facts_of, store_exists
+from penstock.store.facts import StoreFacts, facts_of, store_exists
 from penstock.store.removal import delete_store
 from penstock.store.snapshot_parts import opened_snapshot
 from penstock.store.store import Store
 from penstock.tape.blocks import find_blocks
 from penstock.tape.groups import group_parameters
-
-log = logging.getLogger("penstock")
 
 SNAPSHOT = "penstock.snapshot"
 SCHEDULER = "scheduler.pt"
@@ -227,104 +224,47 @@ def look_into(folder: Path, model: nn.Module, asked: WrapArguments, ranks: Ranks
             part.verify()
 
 
-class Replaced:
-    """Stores of other runs that are set aside as a run begins in their place, until it has taken a step. At the end of
-    a ``with``, in which the new run's are closed, they are put back, whatever is raised in it."""
+def to_replace(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[Sequence[Path]]:
+    """The stores in the disk tier that a run takes the place of, which may go.
 
-    def __init__(self) -> None:
-        self._aside: list[Aside] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.put_back()
-
-    def make_room(self, resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
-        self._aside += make_room(resumes, budget, overwrite=overwrite)
-
-    def remove(self) -> None:
-        """The run has taken a step.
-
-        Raises:
-            StoreError: a drive fails.
-        """
-        while self._aside:
-            self._aside.pop().remove()
-
-    def put_back(self) -> None:
-        """Nobody has the new run's stores open: those that are still set aside are what they were. Raises nothing."""
-        while self._aside:
-            try:
-                self._aside.pop().put_back()
-            except StoreError as error:  # another rank may not be done yet
-                log.warning("the state that was to be replaced is put back by the next start here: %s", error)
-
-
-def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> list[Aside]:
-    """Make the disk tier free for a run, before it takes the model's values. Returns what was set aside.
-
-    What the run of the checkpoint that it resumes has left there is deleted, whole or not: the checkpoint decides. So
-    is a store in which no step was taken: it holds values that a model had, not those of the one that is given. A store
-    of another run is replaced only where ``overwrite`` says so, and one of ``penstock train`` never: it is set aside,
-    or deleted where drives have no room for both.
+    What the run of the checkpoint that it ``resumes`` has left there may, whole or not: the checkpoint decides. So may
+    a store in which no step was taken: it holds values that a model had, not those of the one that is given. One of
+    another run may only where ``overwrite`` says so, and one of ``penstock train`` never.
 
     Raises:
-        ConfigError: another run's state is there, be it set aside.
+        ConfigError: another run's state is there.
         StoreError: the store cannot be opened, or is in use.
     """
-    for paths in _places(budget.disk_paths):
-        settle(paths)  # a start that was killed has left it
-        if is_undecided(paths) and not overwrite:
-            raise ConfigError(
-                f"budget.disk: in {paths[0]} a start that was told to replace another run's state has taken no step "
-                "yet: end it (trainer.end()), or give another directory"
-            )
     stores = _stores_in(budget.disk_paths)
     origin = {} if resumes is None else _origin(resumes)
     same = origin.get("disk") == _resolved(budget.disk_paths)
-    if not overwrite:
-        for paths in stores:
-            _check_replaceable(paths, origin, same=same)
-    kept = [paths for paths in stores if overwrite and _is_kept(paths, origin)]
-    if not has_room([path for paths in kept for path in paths]):
-        kept = []
-    found: list[Aside] = []
     for paths in stores:
-        if paths in kept:
-            log.warning("%s: the state of another run is kept beside the new one's until that has taken a step", *paths)
-            found.append(Aside(paths))
-        elif not delete_store(paths, only=lambda facts: facts.owner is None):
-            raise ConfigError(
-                f"budget.disk: {paths[0]} holds the state of a run of penstock train: give another directory"
-            )
-    return found
+        if not overwrite:
+            _check_replaceable(paths, origin, same=same)
+        if (facts := facts_of(paths)) is not None:
+            _is_no_runs(facts, paths[0])
+    return stores
 
 
-def _is_kept(paths: Sequence[Path], origin: Mapping[str, Any]) -> bool:
-    """True if a store is the state of another run, which may be all that there is of it."""
-    try:
-        facts = facts_of(paths)
-    except StoreError:  # it cannot be gone on from: whoever deletes it says why
-        return False
-    if facts is None or facts.record is None or facts.untouched or facts.owner is not None:
-        return False
-    run = _run_of(facts.record.get("position"))
-    return run is None or run != origin.get(_RUN)
+def make_room(resumes: Path | None, budget: Budget, *, overwrite: bool) -> None:
+    """Remove what a run takes the place of, before it takes the model's values. Raises as ``to_replace``."""
+    for paths in to_replace(resumes, budget, overwrite=overwrite):
+        delete_store(paths, only=partial(_is_no_runs, path=paths[0]))
 
 
-def _places(directories: Sequence[Path]) -> list[Sequence[Path]]:
-    """The directories that a store may have in the budget's: of one process, and of each rank of several, how many they
-    were when it was made."""
-    ranks = sorted({path.name for directory in directories for path in entries(directory) if is_of_rank(path)})
-    return [directories, *([d / name for d in directories] for name in ranks)]
+def _is_no_runs(facts: StoreFacts, path: Path) -> bool:
+    """Raises ConfigError: a store is one of ``penstock train``."""
+    if facts.owner is not None:
+        raise ConfigError(f"budget.disk: {path} holds the state of a run of penstock train: give another directory")
+    return True
 
 
 def _stores_in(directories: Sequence[Path]) -> list[Sequence[Path]]:
-    """The directories of every store in the budget's."""
-    own, *of_ranks = _places(directories)
-    found = [own, *([path for path in paths if path.is_dir()] for paths in of_ranks)]
-    return [paths for paths in found if store_exists(paths)]
+    """The directories of every store in the budget's: of one process, and of each rank of several, how many they were
+    when it was made."""
+    ranks = sorted({path.name for directory in directories for path in entries(directory) if is_of_rank(path)})
+    of_ranks = ([d / name for d in directories if (d / name).is_dir()] for name in ranks)
+    return [paths for paths in (directories, *of_ranks) if store_exists(paths)]
 
 
 def _check_replaceable(paths: Sequence[Path], origin: Mapping[str, Any], *, same: bool) -> None:

@@ -39,7 +39,6 @@ from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_limit, check_trainer, limit_of, refuse_foreign
 from penstock.loss.tiled import in_tiles
-from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.process_groups import join
 from penstock.state.stats import StepStats
@@ -94,16 +93,14 @@ class EngineMixin(EvaluationSteps):
         self._stats: StepStats | None = None
         self._limit: float | None = None  # of the norm, once there is an engine
         self._settings: Mapping[str, Any] = {}  # of the engine's optimizer, as they were when it was made
-        self._driven: DrivenOptimizer | None = None  # that optimizer in the loop's hands
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
-        self._replaced = checkpoint.Replaced()
         self._written: Path | None = None  # the checkpoint that was begun last
         self._dtypes: Mapping[str, torch.dtype] = {}  # of parameters as they were given, if they had values
         try:
             super().__init__(*args, **kwargs)
             brought = (self.optimizer, getattr(self.lr_scheduler, "optimizer", self.lr_scheduler))
-            foreign = tuple(part for part in brought if not isinstance(part, DrivenOptimizer))
+            foreign = tuple(part for part in brought if not getattr(part, "is_driven", False))
             refuse_foreign({"optimizers": foreign, "model_init": self.model_init})
             self._check()
         except BaseException:
@@ -189,22 +186,22 @@ class EngineMixin(EvaluationSteps):
                             "save_on_each_node=True: all hosts see output_dir, and one rank writes there: leave it out"
                         )
                     )
-                for host in range(ranks.hosts):  # in turn: they may see the same directories
-                    ranks.jointly("room for the state", partial(self._make_room, ranks, host))
-            engine = wrap_among(ranks, model, asked)
+                self._on_each_host(ranks, checkpoint.to_replace)
+            engine = wrap_among(ranks, model, asked, partial(self._on_each_host, ranks, checkpoint.make_room))
         except BaseException:
             ranks.close()
-            self._replaced.put_back()
             raise
         self._ranks = ranks
         checkpoint.name_run(engine, ranks)
         guard(engine.model, "use evaluate and predict, or load what save_model has written")
         return engine
 
-    def _make_room(self, ranks: Ranks, host: int) -> None:
+    def _on_each_host(self, ranks: Ranks, see_to: Callable[..., object]) -> None:
         given = self._engine_arguments
-        if ranks.host == host and ranks.is_first_on_host:
-            self._replaced.make_room(self._resumes, given.budget, overwrite=given.overwrite)
+        for host in range(ranks.hosts):  # in turn: they may see the same directories
+            its = ranks.host == host and ranks.is_first_on_host
+            call = partial(see_to, self._resumes, given.budget, overwrite=given.overwrite)
+            ranks.jointly("room for the state", call if its else lambda: None)
 
     def _asked(self, model: nn.Module) -> WrapArguments:
         """The engine that the arguments ask for. Takes note of the dtypes that the model is given in."""
@@ -234,9 +231,8 @@ class EngineMixin(EvaluationSteps):
         super().end()  # type: ignore[no-untyped-call]
 
     def _close_engine(self) -> None:
-        with self._replaced:
-            if self._engine is not None:
-                self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
+        if self._engine is not None:
+            self._engine.__exit__(*sys.exc_info())  # an error of this rank's: others may wait for it elsewhere
 
     # ---- training
 
@@ -292,11 +288,11 @@ class EngineMixin(EvaluationSteps):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""
         if self.optimizer is None:
-            changes.check_not_renewed(self._driven)
             streamed = self.engine.optimizer
+            changes.check_not_renewed(streamed)
             changes.check_settings(changes.settings_of_optimizer(self), self._settings)
-            self.optimizer = self._driven = DrivenOptimizer(streamed, self._finish_step)
-        changes.check_optimizer(self.optimizer, self._driven)
+            self.optimizer = streamed.drive(self._finish_step)
+        changes.check_optimizer(self.optimizer, self._engine)
         return self.optimizer
 
     def training_step(
@@ -326,14 +322,13 @@ class EngineMixin(EvaluationSteps):
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        changes.check_optimizer(self.optimizer, self._driven)
+        changes.check_optimizer(self.optimizer, self._engine)
         check_limit(self.args, self._limit)
         batches, losses, weights = zip(*self._collected, strict=True)
         self._collected.clear()
 
         def step(micro_batches: Sequence[dict[str, Any]], weights: Sequence[float]) -> None:
             self._stats = self.engine.step(micro_batches, loss_weights=weights, position=self.engine.position)
-            self._replaced.remove()
 
         self._after_notes(self._taken_by_engine(step, batches, losses, weights), batches)
         assert self._stats is not None

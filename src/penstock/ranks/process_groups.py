@@ -79,7 +79,7 @@ class Together(Telling):
         places = [place for place, _, _ in found]
         self.hosts = host_count(places)
         store = store_of(f"penstock/{'-'.join(map(str, members))}/{_made}")
-        self._calls = Calls(self.rank, members, world=dist.get_world_size())
+        self._calls = Calls()
         self._watch = Watch(store, self.rank, places, self._calls)
         self._giving_up = GivingUp(self._watch)
         self._members, self._device = members, device
@@ -111,7 +111,6 @@ class Together(Telling):
         except BaseException as error:
             self._watch.tell(error)
             raise
-        self._calls.open()
         open_watch(self._watch)
 
     @property
@@ -284,7 +283,6 @@ class Together(Telling):
         return bool(self._pending)
 
     def close(self) -> None:
-        self._calls.close()
         close_watch(self._watch)
         self._watch.close()
         self._giving_up.close()

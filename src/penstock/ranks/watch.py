@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from torch import distributed as dist
 
 from penstock.errors import ConfigError, RankError
-from penstock.ranks.calls import Calls, Seen
+from penstock.ranks.calls import Calls
 
 if TYPE_CHECKING:
     from penstock.compat.torch import Store
@@ -242,7 +242,7 @@ class Watch:
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(f"beat/{self._rank}", f"{self._count} {self.calls.own}")
+        self._store.set(f"beat/{self._rank}", f"{self._count} {self.calls.begun}")
 
     def _work(self) -> None:
         while True:
@@ -293,35 +293,20 @@ class Watch:
             beat = self._store.get(f"beat/{other}") if begun else b""
             if beat != self._seen[other][0]:
                 self._seen[other] = beat, now
-                self.calls.hear(other, Seen.of(beat.decode().partition(" ")[2]))
+                self.calls.hear(other, int(beat.split()[1]))
             elif now - since > SILENT:
                 return RankError(f"{self._named(other)} has not answered for {SILENT:.0f} s")
-        return self._look_at_calls()
-
-    def _look_at_calls(self) -> RankError | None:
-        if (other := self.calls.crossed(SILENT)) is not None:
-            return RankError(
-                f"{self._named(other)} waits for this rank in a call of another engine, and this one waits for it "
-                "in one of this engine: make the calls of engines (steps, saves, close) in the same order on all ranks"
-            )
-        if stuck := self.calls.stuck(SILENT):
-            found = RankError(
-                f"{self._named(self._rank)} waits in {self.calls.name} for {self._all_named(stuck)}, and there it is "
-                "waited for outside of the engine, as in a barrier or in wrap: have all ranks make every call of the "
-                "engine, none within `if rank == 0`"
-            )
-            self._store.compare_set("failed", "", str(found))  # the others are in no call, and cannot find it
-            return found
         return None
 
     def _say_who_is_missing(self) -> None:
         """A rank may well compute for long before it comes to a call; or it never does."""
-        call, lasts, missing = self.calls.own.begun, self.calls.lasts, self.calls.missing()
+        call, lasts, missing = self.calls.begun, self.calls.lasts, self.calls.missing()
         told = self._said[1] if self._said[0] == call else 0.0
         if missing and self._waits and lasts > max(LONG, 2 * told):
             self._said = call, lasts
             log.warning(
-                "%s has waited in %s for %.0f s, and goes on waiting, for %s: all ranks make every call of an engine",
+                "%s has waited in %s for %.0f s, and goes on waiting, for %s: all ranks make every call of an engine "
+                "(steps, saves, close), those of several engines in the same order, and none within `if rank == 0`",
                 self._named(self._rank),
                 self.calls.name,
                 lasts,

@@ -8,7 +8,7 @@ On disk an array has one slot or two (``state.slots``), and what is written of i
 an array does so between ``begin`` and ``flip``; a step that has been taken says so with ``flip_step``.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +20,7 @@ from penstock.errors import StoreError
 from penstock.schedule.moving import move_order
 from penstock.schedule.place import FP32, Format, Placement
 from penstock.schedule.program import GroupSpec
-from penstock.state.layout import Part, fetch, moments_of, parts_of, scales_of
+from penstock.state.layout import Part, Read, fetch, moments_of, parts_of, scales_of
 from penstock.state.memory import BOUNCE, DeviceSlab, HostSlab, numpy_bytes
 from penstock.state.numa import near
 from penstock.state.slots import Slots
@@ -389,6 +389,22 @@ class StateArrays:
             for start in range(span.start, span.stop, step):
                 numel = min(step, span.stop - start)
                 yield start, bounce[: numel * part.dtype.itemsize].view(part.dtype)
+
+    def fill(self, read: Read, show: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Overwrite all arrays, wherever they are at home. ``show``: told the bytes of each piece that is written.
+
+        Raises:
+            StoreError: a drive failed. Some of the arrays are then as they were.
+        """
+        with self.bounce() as bounce:
+            for name in self.parts:
+                self.begin(name)
+                for start, piece in self.pieces(name, bounce):
+                    read(name, start, piece)
+                    self.write(name, start, piece)
+                    show(piece.nbytes)
+                if self.tier_of(name) == "disk":
+                    self.flip(name)
 
     def _move(self, name: str, tier: Tier) -> None:
         """Copy an array to another tier, and only then let go of where it was: an error on the way loses nothing."""

@@ -14,7 +14,7 @@ Which group a parameter is in, and where, differs between forms, as does what ha
 from collections.abc import Iterator, Mapping
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -32,20 +32,9 @@ from penstock.state.arrays import StateArrays
 from penstock.state.layout import Part, parts_of
 from penstock.state.memory import BOUNCE, HostSlab
 from penstock.state.numa import thread_count
-from penstock.state.parts import form_of, groups_of
+from penstock.state.parts import WholeArrays, form_of, groups_of
 from penstock.state.record import NAMES, check_renumbered
 from penstock.store.parts import HOLDERS
-
-
-class WholeArrays(Protocol):
-    """The arrays of whole groups, wherever they are. ``parts``: by name, all of them; their sizes may be those of one
-    rank's."""
-
-    @property
-    def parts(self) -> Mapping[str, Part]: ...
-
-    def fetch(self, names: tuple[str, ...], offset: int, flat: torch.Tensor) -> None:
-        """As ``StateArrays.fetch``."""
 
 
 def has_other_form(found: Mapping[str, Any], model: Mapping[str, Any], where: str) -> bool:

@@ -21,8 +21,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from penstock.config import format_size
 from penstock.errors import RankError, StoreError
 from penstock.ranks.group import ALONE, Ranks
@@ -72,7 +70,7 @@ def convert_stores(
 
     def fill() -> None:
         nonlocal own_is_whole
-        _fill(made, _Watched(old, ranks), store, record)
+        _fill(made, old, store, record)
         successor.ready(store.paths)
         own_is_whole = True
 
@@ -80,7 +78,7 @@ def convert_stores(
         with ExitStack() as stack:
             reach = partial(_require_reachable, store, stores, found, model, ranks.rank)
             ranks.jointly("reach of the state", partial(_unchanged, reach))
-            read = partial(_opened, store, stores, found, ranks.rank, stack)
+            read = partial(_opened, store, stores, found, ranks, stack)
             old = ranks.jointly("state to convert", partial(_unchanged, read))
             make = partial(_made, store, model, stack)
             made = ranks.jointly("room for what is converted", partial(_unchanged, make))
@@ -158,10 +156,10 @@ def _require_reachable(
                 )
 
 
-def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, stack: ExitStack) -> Parts:
-    """All arrays of the groups of which this rank, ``own``, has some, out of its ``store`` and those of the ranks that
-    share them, each as of its last commit."""
-    opened = []
+def _opened(store: Store, stores: Stores, found: Sequence[_Lent], ranks: Ranks, stack: ExitStack) -> Parts:
+    """All arrays of the groups of which this rank has some, out of its ``store`` and those of the ranks that share
+    them, each as of its last commit."""
+    opened, own = [], ranks.rank
     for rank in _sharing(store.model, own):
         if rank == own:
             opened.append(store)
@@ -173,7 +171,7 @@ def _opened(store: Store, stores: Stores, found: Sequence[_Lent], own: int, stac
                 f"rank {own} finds commit {seen} in {paths[0]}, and rank {rank}, whose it is, {found[rank].sequence}: "
                 "see that the drive can be read, and that both have the same directory there, and start again"
             )
-    return Parts(opened)
+    return Parts(opened, ranks.check)  # as long as no other has failed
 
 
 def _made(store: Store, model: dict[str, Any], stack: ExitStack) -> Store:
@@ -190,20 +188,7 @@ def _made(store: Store, model: dict[str, Any], stack: ExitStack) -> Store:
     return made
 
 
-class _Watched:
-    """Arrays of whole groups, which are read as long as no other rank has failed."""
-
-    def __init__(self, arrays: Parts, ranks: Ranks) -> None:
-        self.parts = arrays.parts
-        self._arrays = arrays
-        self._ranks = ranks
-
-    def fetch(self, names: tuple[str, ...], offset: int, flat: torch.Tensor) -> None:
-        self._ranks.check()
-        self._arrays.fetch(names, offset, flat)
-
-
-def _fill(made: Store, old: _Watched, store: Store, record: Mapping[str, Any]) -> None:
+def _fill(made: Store, old: Parts, store: Store, record: Mapping[str, Any]) -> None:
     """Make a new store whole and durable. ``store``: the one whose place it takes."""
     (target,) = Parts([made]).arrays
     Conversion(old, store.model, made.model).fill(target, share_of(made.model))

@@ -107,12 +107,14 @@ def values_of(g: int, form: Format, *, trainable: bool) -> tuple[str, ...]:
     return (*(weights if form.steps_weights else ()), *rest_of(g, form))
 
 
-def fetch(
-    parts: Sequence[Part], read: Callable[[str, int, torch.Tensor], None], offset: int, flat: torch.Tensor
-) -> None:
+Read = Callable[[str, int, torch.Tensor], None]
+"""Reads elements of an array: its name, the first of them, where they go."""
+
+
+def fetch(parts: Sequence[Part], read: Read, offset: int, flat: torch.Tensor) -> None:
     """Fill ``flat``, 1-D, with an array's elements for those of its group from ``offset`` on, all trainable or all
     frozen, in any dtype that has them; or of weights and their lower half together, in fp32. Reads all that has a
-    checksum with some of it. ``read``: array, first element, where they go."""
+    checksum with some of it."""
     if not flat.numel():
         return
     offset //= parts[0].per

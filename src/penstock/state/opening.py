@@ -15,7 +15,7 @@ from penstock.state.record import check_stored
 from penstock.state.settled import settle_together
 from penstock.state.survey import Asked, Survey, decided, survey
 from penstock.state.take_over import take_over
-from penstock.store import aside, successor
+from penstock.store import successor
 from penstock.store.directory import make_directory
 from penstock.store.removal import delete_store
 from penstock.store.store import Store
@@ -28,7 +28,6 @@ def open_store(asked: Asked, ranks: Ranks) -> tuple[Store, Mapping[str, Any] | N
     Raises:
         StoreError, ConfigError: as ``survey`` and ``decided``; or a drive fails.
     """
-    ranks.jointly("stores that were set aside", partial(aside.settle, asked.paths))
     while True:
         settle_together(ranks, asked.paths, asked.parts)
         table = ranks.by_rank("stores", partial(survey, asked, ranks))

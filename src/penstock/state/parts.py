@@ -1,8 +1,8 @@
 """The stores of all ranks of a run as one: what each is laid out for, and all arrays of whole groups out of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -62,62 +62,50 @@ def share_of(model: Mapping[str, Any], rank: int | None = None) -> Share:
     return Share(rank=own if count > 1 else 0, size=count)
 
 
-class Elements(NamedTuple):
-    """Elements of a whole group: ``numel`` from ``start`` on, none of its padding at the end."""
+class WholeArrays:
+    """All arrays of whole groups, of which each rank has a share.
 
-    start: int
-    numel: int
-
-
-def found_in(group: GroupSpec, own: GroupSpec, part: Part, rank: int, start: int, numel: int) -> Elements:
-    """The place of elements of one rank's part ``own``, all trained or all frozen, in a ``group`` that was cut for
-    another number of ranks. All that is trained is one range of elements, whoever has them, and so is all that is
-    frozen. The rest is zeros. ``start``, ``numel``: the array's own."""
-    if part.per > 1:
-        at = rank * own.trainable + start * part.per
-        return Elements(at, max(min(group.trainable - at, own.trainable - start * part.per, numel * part.per), 0))
-    frozen = start >= part.trainable
-    each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
-    at = rank * each + start - first
-    left = (group.frozen if frozen else group.trainable) - at
-    return Elements(at + (group.trainable if frozen else 0), max(min(left, numel), 0))
-
-
-def cut(
-    share: Share, group: GroupSpec, part: Part, offset: int, flat: torch.Tensor
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Cut ``flat``, which is to have an array's elements for those of its whole group from ``offset`` on, among the
-    ranks that have them: (rank, first element of the rank's own part of the group, the stretch of ``flat``)."""
-    per = part.per
-    for piece in share.pieces(group, offset, flat.numel() * per):
-        yield piece.rank, piece.start, flat[piece.first // per : (piece.first + piece.numel) // per]
-
-
-class Parts:
-    """All arrays of whole groups, out of the stores of all ranks, or of those that share what one of them has.
-
-    ``groups``: by index. ``share``: how they are cut. ``arrays``: what each store has.
+    ``groups``: by index. ``share``: how they are cut. ``parts``: every array, by name, as a rank has it that holds it.
     """
 
-    def __init__(self, stores: Sequence[Store]) -> None:
-        """``stores``: by rank, each as of the same commit, or new: of all ranks, of one copy, or of one place in a
-        pipeline, where the arrays of other places cannot be read. Of several copies the first is read."""
-        model = stores[0].model
+    def __init__(
+        self, model: Mapping[str, Any], share: Share, read: Callable[[int, Sequence[str], int, torch.Tensor], None]
+    ) -> None:
+        """``read``: as ``StateArrays.fetch``, of a rank's own part, by its number."""
         self.form, dtype = form_of(model), DTYPES[model["precision"]]
         self.groups = {group.index: group for group in groups_of(model)}
-        self.share, cpu = share_of(model), torch.device("cpu")
-        self._first = self.share.place * self.share.size
-        """the rank of the first store, as the share counts them"""
-        self.parts: Mapping[str, Part] = {
-            part.name: part for g in self.groups.values() for part in parts_of(g, self.form, dtype)
-        }
-        """every array, as it is whole"""
+        self.share = share
+        own = [share.part_of(group) for group in self.groups.values()]
+        self.parts: Mapping[str, Part] = {part.name: part for g in own for part in parts_of(g, self.form, dtype)}
+        self._read = read
+
+    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
+        """As ``StateArrays.fetch``."""
+        part = self.parts[names[0]]
+        for piece in self.share.pieces(self.groups[part.group], offset, flat.numel() * part.per):
+            into = flat[piece.first // part.per : (piece.first + piece.numel) // part.per]
+            self._read(piece.rank, names, piece.start, into)
+
+
+class Parts(WholeArrays):
+    """All arrays of whole groups, out of the stores of all ranks, or of those that share what one of them has.
+
+    ``arrays``: what each store has.
+    """
+
+    def __init__(self, stores: Sequence[Store], check: Callable[[], None] = lambda: None) -> None:
+        """``stores``: by rank, each as of the same commit, or new: of all ranks, of one copy, or of one place in a
+        pipeline, where the arrays of other places cannot be read. Of several copies the first is read. ``check``:
+        raises where no more is to be read."""
+        model = stores[0].model
+        super().__init__(model, share_of(model), self._of_rank)
+        self._check, dtype = check, DTYPES[model["precision"]]
         self.arrays = [
             StateArrays(
                 [share_of(store.model).part(group) for group in self.groups.values()],
                 self.form,
                 dtype,
-                cpu,
+                torch.device("cpu"),
                 store,
                 Slots(store),
                 host_bytes=0,
@@ -125,8 +113,7 @@ class Parts:
             for store in stores
         ]
 
-    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        """As ``StateArrays.fetch``."""
-        part = self.parts[names[0]]
-        for rank, start, into in cut(self.share, self.groups[part.group], part, offset, flat):
-            self.arrays[rank - self._first].fetch(names, start, into)
+    def _of_rank(self, rank: int, names: Sequence[str], start: int, into: torch.Tensor) -> None:
+        self._check()
+        first = self.share.place * self.share.size  # the rank of the first store, as the share counts them
+        self.arrays[rank - first].fetch(names, start, into)

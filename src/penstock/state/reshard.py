@@ -5,18 +5,22 @@ ranks is the padding, which is zeros, and who has which elements: whoever trains
 """
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.config import Family
 from penstock.schedule.dealt import holders_of, names_of_blocks
 from penstock.schedule.mesh import Mesh
 from penstock.schedule.program import VIEW_ALIGN, round_up
-from penstock.state.memory import BOUNCE, HostSlab, numpy_bytes
-from penstock.state.parts import Parts, buffers_of, found_in, groups_of, layout_of
+from penstock.state.arrays import StateArrays
+from penstock.state.layout import Read
+from penstock.state.memory import HostSlab, numpy_bytes
+from penstock.state.parts import Parts, WholeArrays, buffers_of, groups_of, layout_of
 from penstock.state.slots import Slots, whole_commit
 from penstock.store.parts import OF_RANK, of_rank, opened_parts
 from penstock.store.store import Store
@@ -58,10 +62,14 @@ def reshard(
         source, target = Parts(opened), Parts(made)
         total = sum(part.nbytes for arrays in target.arrays for part in arrays.parts.values())
         done = 0
+
+        def shown(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            show(done, total)
+
         for rank, (arrays, store) in enumerate(zip(target.arrays, made, strict=True)):
-            for nbytes in _arrays(source, target, rank):
-                done += nbytes
-                show(done, total)
+            arrays.fill(cut_anew(source, arrays, rank % target.share.size), shown)
             whose = rank if len(opened) == len(made) and not pipeline else 0  # where they differ, each keeps its own
             copy_buffers(source.arrays[whose].slots, arrays.slots, store.model)
             commit_first(store, record, arrays.slots)
@@ -108,20 +116,28 @@ def described(
     return [{**made, **of_rank(rank, ranks, whole=whole, holders=holders), "world": world} for rank in range(ranks)]
 
 
-def _arrays(source: Parts, target: Parts, rank: int) -> Iterator[int]:
-    """Fill all arrays of one rank; yields the bytes of each piece."""
-    arrays = target.arrays[rank]
-    with HostSlab(BOUNCE) as bounce:
-        for name, part in arrays.parts.items():
-            arrays.begin(name)
-            for start, piece in arrays.pieces(name, bounce.bytes):
-                piece.zero_()
-                own = arrays.groups[part.group]
-                found = found_in(source.groups[part.group], own, part, rank % target.share.size, start, piece.numel())
-                source.fetch((name,), found.start, piece[: found.numel // part.per])
-                arrays.write(name, start, piece)
-                yield piece.nbytes
-            arrays.flip(name)
+def cut_anew(source: WholeArrays, arrays: StateArrays, number: int) -> Read:
+    """The function that reads elements of ``arrays``, the part of this ``number`` of every group, out of a ``source``
+    that is cut for another number of ranks. What no rank had, padding, is made zeros.
+
+    All that is trained is one range of elements, whoever has them, and so is all that is frozen."""
+
+    def read(name: str, start: int, piece: torch.Tensor) -> None:
+        part = arrays.parts[name]
+        group, own = source.groups[part.group], arrays.groups[part.group]
+        if part.per > 1:
+            at = number * own.trainable + start * part.per
+            left = min(group.trainable - at, own.trainable - start * part.per)
+        else:
+            frozen = start >= part.trainable
+            each, first = (part.numel - part.trainable, part.trainable) if frozen else (part.trainable, 0)
+            at = number * each + start - first
+            left = (group.frozen if frozen else group.trainable) - at
+            at += group.trainable if frozen else 0
+        piece.zero_()
+        source.fetch((name,), at, piece[: max(left, 0) // part.per])
+
+    return read
 
 
 def copy_buffers(source: Slots, into: Slots, model: Mapping[str, Any]) -> None:

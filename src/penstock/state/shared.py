@@ -1,40 +1,37 @@
 """The arrays of a run whose ranks share every group, read as if they were one: by all of them, or by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from penstock.ranks.group import Ranks
 from penstock.ranks.share import Share
-from penstock.schedule.program import GroupSpec
 from penstock.state.arrays import StateArrays
-from penstock.state.layout import parts_of
-from penstock.state.parts import cut
+from penstock.state.parts import WholeArrays
 from penstock.state.values import Arrays
 
 
-class SharedArrays:
+class SharedArrays(WholeArrays):
     """All arrays of whole groups. All ranks read the same ranges, in the same order, which is compared; each reads what
     it has, and lends it to the others."""
 
-    def __init__(self, arrays: StateArrays, groups: Sequence[GroupSpec], ranks: Ranks, share: Share) -> None:
-        """``arrays``: of this rank's ``share`` of the ``groups``."""
-        self._arrays, self.form = arrays, arrays.form
-        self._parts = {part.name: part for g in groups for part in parts_of(g, arrays.form, arrays.dtype)}
-        self._groups = {g.index: g for g in groups}
-        self._ranks = ranks
-        self._share = share
+    def __init__(self, arrays: StateArrays, model: Mapping[str, Any], ranks: Ranks, share: Share) -> None:
+        """``arrays``: of this rank's ``share``."""
+        super().__init__(model, share, self._lent)
+        self._arrays, self._ranks = arrays, ranks
 
     def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
         """As ``StateArrays.fetch``; ConfigError: another rank reads something else."""
-        part = self._parts[names[0]]
         with self._ranks.together("a read of values"):
             self._ranks.agree("values to read", (tuple(names), offset, flat.numel()))
-            for rank, start, into in cut(self._share, self._groups[part.group], part, offset, flat):
-                if rank == self._share.rank:
-                    self._arrays.fetch(names, start, into)
-                self._ranks.lend(into.view(torch.uint8), rank)  # of any dtype
+            super().fetch(names, offset, flat)
+
+    def _lent(self, rank: int, names: Sequence[str], start: int, into: torch.Tensor) -> None:
+        if rank == self.share.rank:
+            self._arrays.fetch(names, start, into)
+        self._ranks.lend(into.view(torch.uint8), rank)  # of any dtype
 
 
 class CalledArrays:

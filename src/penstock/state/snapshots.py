@@ -3,11 +3,12 @@ several ranks each has a file of its own, with its part, and all of them are one
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy import uint8
@@ -16,24 +17,22 @@ from numpy.typing import NDArray
 from penstock.config.step import STRANDS, sharing
 from penstock.documents.typed import shown
 from penstock.errors import StoreError
-from penstock.optim.precision import DTYPES
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.share import WHOLE, Share
 from penstock.schedule.place import page_up
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import FIRST_BUFFERS, Buffers, Transfer, write_all
 from penstock.state.convert import Conversion, has_other_form, in_words, renumbered, without_form
-from penstock.state.layout import parts_of
 from penstock.state.memory import numpy_bytes
-from penstock.state.parts import buffers_of, form_of, found_in, groups_of
+from penstock.state.parts import buffers_of
 from penstock.state.record import check_kept
-from penstock.state.reshard import described
+from penstock.state.reshard import cut_anew, described
 from penstock.state.splits import as_known, require_splits
-from penstock.state.values import SnapshotArrays
+from penstock.state.values import arrays_in, read_elements
 from penstock.store.layout import Layout
 from penstock.store.packed import refused
 from penstock.store.parts import HOLDERS, OF_RANK, STAGES, of_rank
-from penstock.store.snapshot import PartWriter, SnapshotReader, SnapshotWriter, layout_of, size_of
+from penstock.store.snapshot import PartWriter, layout_of, size_of, written_snapshot
 from penstock.store.snapshot_parts import PART_OF, SnapshotParts, part_folder, write_ranks
 from penstock.store.snapshot_place import SnapshotPlace
 
@@ -87,9 +86,8 @@ def save(
     account = {**meta, "model": model} | ({_APART: ranks.size} if apart else {})
 
     def write() -> None:
-        with SnapshotWriter(path, entries, account, overwrite=overwrite, grids=grids) as writer:
+        with written_snapshot(path, entries, account, overwrite=overwrite, grids=grids) as writer:
             _fill(writer, arrays, of_part)
-            writer.finish()
 
     if share.is_whole:
         ranks.jointly("snapshot", write if ranks.rank == 0 else lambda: None)
@@ -162,27 +160,14 @@ def _adopted(writer: PartWriter, name: str, arrays: StateArrays) -> bool:
     return writer.adopt(name, arrays.store.lend(name, arrays.slots.current(name)))
 
 
-class SavedArrays(Protocol):
-    """The arrays that one rank takes over from a snapshot. ``meta``: how far the run had got."""
-
-    @property
-    def meta(self) -> Mapping[str, Any]: ...
-
-    def fill(self, arrays: StateArrays) -> None:
-        """Overwrite all arrays."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """All that one rank takes over from a snapshot."""
+    """All that one rank takes over from a snapshot. ``meta``: how far the run had got. ``fill``: overwrites all
+    arrays."""
 
-    arrays: SavedArrays
+    meta: Mapping[str, Any]
+    fill: Callable[[StateArrays], None]
     read_buffer: Transfer
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """The record of how far the run had got."""
-        return self.arrays.meta
 
 
 @contextmanager
@@ -207,12 +192,12 @@ def opened(
 
         def saved() -> Saved:
             parts = SnapshotParts.of(path)
-            arrays = _opened(parts, description, ranks, share, stack)
-            had = arrays.meta.get(_APART, 1)
+            meta, fill = _opened(parts, description, ranks, share, stack)
+            had = meta.get(_APART, 1)
             keep = apart and had == ranks.size
             if had != 1 and not keep and ranks.rank == 0:
                 log.warning("%s: %s", path, FIRST_BUFFERS)
-            return Saved(arrays=arrays, read_buffer=_buffers_of(ranks.rank if keep else 0, parts, stack))
+            return Saved(meta=meta, fill=fill, read_buffer=_buffers_of(ranks.rank if keep else 0, parts, stack))
 
         yield ranks.jointly("snapshot to load", saved)
 
@@ -231,7 +216,8 @@ def _buffers_of(rank: int, parts: SnapshotParts, stack: ExitStack) -> Transfer:
 
 def _opened(
     parts: SnapshotParts, description: Mapping[str, Any], ranks: Ranks, share: Share, stack: ExitStack
-) -> SavedArrays:
+) -> tuple[Mapping[str, Any], Callable[[StateArrays], None]]:
+    """``meta`` and ``fill`` of what is ``Saved``."""
     path = parts.path
     if parts.ranks == (share.size if share.holders is None else ranks.size):
         own = stack.enter_context(parts.open(share.rank))
@@ -240,10 +226,11 @@ def _opened(
         if as_here and not has_other_form(own.meta["model"], description, str(path)):
             require_like(own.meta["model"], description, path, ranks.sharing.size)
             own.verify()
-            return _AsHere(own)
+            return own.meta, lambda arrays: arrays.fill(partial(read_elements, own))
     readers = [stack.enter_context(parts.open(rank)) for rank in range(parts.ranks)]
-    check_kept(readers[0].meta, str(path))
-    model = readers[0].meta["model"]
+    meta = readers[0].meta
+    check_kept(meta, str(path))
+    model = meta["model"]
     converts = has_other_form(model, description, str(path))
     if converts:
         require_like(without_form(model), without_form(description), path, ranks.sharing.size)
@@ -252,11 +239,13 @@ def _opened(
         require_like(made_for, description, path, ranks.sharing.size)
     for reader in readers[ranks.rank :: ranks.size]:  # all of them have been read by some rank when all have done this
         reader.verify()
+    source = arrays_in(readers, model)
     if not converts:
-        return _CutAnew(readers, share)
+        return meta, lambda arrays: arrays.fill(cut_anew(source, arrays, share.number))
     if ranks.rank == 0:
         log.warning("%s: moments are converted %s", path, in_words(model, description))
-    return _Converted(readers, description, share, renumbered(readers[0].meta, model, description, str(path)))
+    conversion = Conversion(source, model, description)
+    return renumbered(meta, model, description, str(path)), partial(conversion.fill, share=share)
 
 
 def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path: Path, ranks: int) -> None:
@@ -287,75 +276,12 @@ def require_like(saved: Mapping[str, Any], description: Mapping[str, Any], path:
         )
 
 
-class _AsHere:
-    """This rank's part of a snapshot."""
-
-    def __init__(self, reader: SnapshotReader) -> None:
-        self.meta = reader.meta
-        self._reader = reader
-
-    def fill(self, arrays: StateArrays) -> None:
-        _copy(self._reader.read, arrays)
-
-
-class _CutAnew:
-    """A snapshot of another number of ranks, as one of these has it."""
-
-    def __init__(self, readers: Sequence[SnapshotReader], share: Share) -> None:
-        """``readers``: of its parts, by rank. ``share``: what is to be read."""
-        self.meta = readers[0].meta
-        self._rank = share.number
-        model = self.meta["model"]
-        form, dtype = form_of(model), DTYPES[model["precision"]]
-        self._groups = {group.index: group for group in groups_of(model)}
-        self._own = [share.part(group) for group in groups_of(described(model, share.size, 1)[self._rank])]
-        self._parts = {part.name: part for group in self._own for part in parts_of(group, form, dtype)}
-        self._saved = SnapshotArrays(readers, model)
-
-    def fill(self, arrays: StateArrays) -> None:
-        _copy(self._read, arrays)
-
-    def _read(self, name: str, offset: int, buffer: NDArray[uint8]) -> None:
-        part = self._parts[name]
-        size, group, per = part.dtype.itemsize, self._groups[part.group], part.per
-        found = found_in(group, self._own[part.group], part, self._rank, offset // size, buffer.size // size)
-        buffer[found.numel // per * size :] = 0
-        self._saved.fetch((name,), found.start, torch.from_numpy(buffer).view(part.dtype)[: found.numel // per])
-
-
-class _Converted:
-    """A snapshot of any number of ranks whose moments have another form, as one rank has it."""
-
-    def __init__(
-        self, readers: Sequence[SnapshotReader], description: Mapping[str, Any], share: Share, meta: Mapping[str, Any]
-    ) -> None:
-        """``readers``: of its parts, by rank. ``share``: what is to be read. ``meta``: of what ``description`` says."""
-        self.meta = meta
-        self._share = share
-        had = readers[0].meta["model"]
-        self._conversion = Conversion(SnapshotArrays(readers, had), had, description)
-
-    def fill(self, arrays: StateArrays) -> None:
-        self._conversion.fill(arrays, self._share)
-
-
 def restore(snapshot: Saved, arrays: StateArrays, buffers: Buffers) -> None:
     """Overwrite all arrays, wherever they are at home, and the buffers.
 
     Raises:
         StoreError: a drive failed. Part of the state is then the snapshot's, and part what it was before.
     """
-    snapshot.arrays.fill(arrays)
+    snapshot.fill(arrays)
     buffers.read(snapshot.read_buffer)
     arrays.renew_copies()
-
-
-def _copy(read: Transfer, arrays: StateArrays) -> None:
-    with arrays.bounce() as bounce:
-        for name in arrays.parts:
-            arrays.begin(name)
-            for start, piece in arrays.pieces(name, bounce):
-                read(name, start * piece.itemsize, numpy_bytes(piece))
-                arrays.write(name, start, piece)
-            if arrays.tier_of(name) == "disk":
-                arrays.flip(name)

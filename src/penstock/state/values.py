@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.optim.precision import DTYPES
 from penstock.schedule.place import Format, page_up
 from penstock.state.buffers import Transfer
-from penstock.state.layout import fetch, parts_of, values_of
+from penstock.state.layout import fetch, values_of
 from penstock.state.memory import HostSlab, numpy_bytes
-from penstock.state.parts import Parts, cut, form_of, groups_of, share_of
+from penstock.state.parts import Parts, WholeArrays, share_of
 from penstock.state.record import check_kept
 from penstock.state.slots import whole_commit
 from penstock.store.parts import opened_parts
@@ -117,7 +116,7 @@ def kept(snapshot: Path) -> Iterator[Committed]:
     with opened_snapshot(snapshot) as readers:
         meta = readers[0].meta
         check_kept(meta, str(snapshot))
-        yield _committed(meta["step"], meta["model"], SnapshotArrays(readers, meta["model"]), readers[0].read)
+        yield _committed(meta["step"], meta["model"], arrays_in(readers, meta["model"]), readers[0].read)
 
 
 def _committed(step: int, model: Mapping[str, Any], arrays: Arrays, read: Transfer) -> Committed:
@@ -126,26 +125,18 @@ def _committed(step: int, model: Mapping[str, Any], arrays: Arrays, read: Transf
     return Committed(step=step, precision=model["precision"], values=Values(arrays, model, buffers))
 
 
-class SnapshotArrays:
-    """The arrays of whole groups, out of a snapshot's parts."""
+def arrays_in(readers: Sequence[SnapshotReader], model: Mapping[str, Any]) -> WholeArrays:
+    """The arrays of whole groups, out of a snapshot's parts, by rank."""
 
-    def __init__(self, readers: Sequence[SnapshotReader], model: Mapping[str, Any]) -> None:
-        """``readers``: by rank."""
-        self.form, dtype = form_of(model), DTYPES[model["precision"]]
-        self._readers = readers
-        self._share = share_of(model, 0)
-        self._groups = {group.index: group for group in groups_of(model)}
-        own = [self._share.part_of(group) for group in self._groups.values()]
-        self.parts = {part.name: part for group in own for part in parts_of(group, self.form, dtype)}
+    def read(rank: int, names: Sequence[str], start: int, into: torch.Tensor) -> None:
+        fetch([arrays.parts[name] for name in names], partial(read_elements, readers[rank]), start, into)
 
-    def fetch(self, names: Sequence[str], offset: int, flat: torch.Tensor) -> None:
-        parts = [self.parts[name] for name in names]
-        group = self._groups[parts[0].group]
-        for rank, start, into in cut(self._share, group, parts[0], offset, flat):
-            fetch(parts, partial(_read, self._readers[rank]), start, into)
+    arrays = WholeArrays(model, share_of(model, 0), read)
+    return arrays
 
 
-def _read(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:
+def read_elements(reader: SnapshotReader, name: str, start: int, out: torch.Tensor) -> None:
+    """As ``StateArrays.read``."""
     reader.read(name, start * out.itemsize, numpy_bytes(out))
 
 

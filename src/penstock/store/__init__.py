@@ -12,12 +12,11 @@ manifest.py   what a store is made for, and which of its directories is which
 records.py    small checksummed JSON documents: manifest and commit records
 journal.py    text files that grow with a run: metrics and traces
 successor.py  a store that takes the place of another, in the same directories
-aside.py      a store that is set aside while another begins in its place, and put back where that fails
 store.py      `Store`: what the executor reads and writes during training
 facts.py      facts about a store, without opening it
 removal.py    removes stores that nobody has open
 whole.py      folders that appear whole or not at all
-snapshot.py   `SnapshotWriter`, `SnapshotReader`: what `engine.save` and `engine.load` use
+snapshot.py   `written_snapshot`, `SnapshotReader`: what `engine.save` and `engine.load` use
 snapshot_place.py  the folder of a snapshot, until it is whole
 snapshot_parts.py  what a snapshot is made of: one process's, or a part of each rank
 
@@ -26,8 +25,8 @@ May import: ``errors``, ``files``, ``native``, ``documents``, ``config``.
 """
 
 from penstock.store.layout import ALIGN, Extent, Grid, Layout, Region
-from penstock.store.snapshot import SnapshotReader, SnapshotWriter
-from penstock.store.store import Store, StoreStats, Verified
+from penstock.store.snapshot import SnapshotReader, written_snapshot
+from penstock.store.store import Store, StoreStats
 from penstock.store.transfer import aligned_bytes
 
 __all__ = [
@@ -37,9 +36,8 @@ __all__ = [
     "Layout",
     "Region",
     "SnapshotReader",
-    "SnapshotWriter",
     "Store",
     "StoreStats",
-    "Verified",
     "aligned_bytes",
+    "written_snapshot",
 ]

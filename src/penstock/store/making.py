@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from penstock import files
 from penstock.config import format_size
 from penstock.errors import StoreError
 from penstock.store import digests, directory, packed
@@ -21,13 +22,10 @@ from penstock.store.striping import Striping
 
 log = logging.getLogger("penstock")
 
-BESIDE = ("commit.0", "commit.1", f"{MANIFEST}.partial", MANIFEST)
+BESIDE = ("commit.0", "commit.1", MANIFEST)
 """Names of the files that a store has beside its data."""
 STAGED, NEXT = "penstock.store.staged", "penstock.store.next"
 """Names of a directory's part of the store that takes this one's place, before and after it counts."""
-MOVED = "penstock.store.aside.partial"
-"""Name of a folder into which a store is being moved, that is to be set aside (``aside``), and counts until all of it
-is there."""
 
 
 def require_settled(path: Path) -> None:
@@ -50,11 +48,6 @@ def claim(path: Path, undo: ExitStack) -> DirectoryLock:
     undo.callback(lock.forget)  # whatever fails before it is released, or as it is
     try:
         require_settled(path)
-        if directory.is_there(path / MOVED):
-            raise StoreError(
-                f"{path}: the state of another run is in {path / MOVED}: penstock was stopped as it set that aside. A "
-                "start of penstock.hf.Trainer with this directory puts it back; or give another directory"
-            )
         if directory.is_there(path / DATA):
             raise StoreError(f"{path} holds a store already: open it, delete it, or give another directory")
         if directory.is_there(path / MANIFEST) and not directory.is_there(path / PARTIAL):
@@ -182,8 +175,8 @@ def remove_files(paths: Sequence[Path]) -> None:
         if directory.is_there(path / DATA):
             os.rename(path / DATA, path / PARTIAL)
     for path in reversed(paths):
-        for name in (*BESIDE, PARTIAL):
-            (path / name).unlink(missing_ok=True)
+        for file in (*files.left_of(path / MANIFEST), *(path / name for name in (*BESIDE, PARTIAL))):
+            file.unlink(missing_ok=True)
 
 
 def _remove_if_empty(path: Path) -> None:

@@ -5,7 +5,7 @@ extents.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -142,57 +142,28 @@ class PartWriter:
         self.close()
 
 
-class SnapshotWriter(PartWriter):
-    """Writes a snapshot next to where it will be, and puts it there in ``finish``. A context manager that aborts
-    unless ``finish`` was called.
+@contextmanager
+def written_snapshot(
+    path: Path,
+    entries: Iterable[tuple[str, int]],
+    meta: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    grids: Mapping[str, Grid] | None = None,
+) -> Iterator[PartWriter]:
+    """Inside, a snapshot is written next to where it will be; then it is made durable, and put there, unless an error
+    is raised. ``entries``: (name, bytes); ``grids``: as ``layout_of``.
+
+    Raises:
+        StoreError: ``path`` exists (and is no snapshot that may be overwritten), or something else has taken the place
+            meanwhile; or the disk has no room, or fails. What was at the path before is still there.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        entries: Iterable[tuple[str, int]],
-        meta: dict[str, Any],
-        *,
-        overwrite: bool = False,
-        grids: Mapping[str, Grid] | None = None,
-    ) -> None:
-        """Reserve the space of all ``entries`` (name, bytes); ``grids``: as ``layout_of``.
-
-        Raises:
-            StoreError: ``path`` exists (and is no snapshot that may be overwritten), or the disk has no room.
-        """
-        layout = layout_of(entries, grids)
-        with ExitStack() as undo:
-            self._whole = SnapshotPlace(path, size_of(layout), overwrite=overwrite)
-            undo.callback(self._whole.abort)
-            super().__init__(self._whole.partial, layout, meta)
-            undo.pop_all()
-        self._open = True
-
-    def finish(self) -> None:
-        """Make everything durable and rename it to its place.
-
-        Raises:
-            StoreError: the drive failed, or something else has taken the place. The snapshot is then aborted, and what
-                was at the path before is still there.
-        """
-        try:
-            self.seal()
-            self._whole.finish()
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Remove what has been written. Does nothing after ``finish``."""
-        if self._open:
-            self._open = False
-            try:
-                self.close()
-            finally:
-                self._whole.abort()
-
-    def __exit__(self, *_: object) -> None:
-        self.abort()
+    layout = layout_of(entries, grids)
+    with SnapshotPlace(path, size_of(layout), overwrite=overwrite) as place:
+        with PartWriter(place.partial, layout, meta) as writer:
+            yield writer
+            writer.seal()
+        place.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,20 +238,19 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         Raises:
             StoreError: the first damage found.
         """
-        for _, damage in self.parts():
-            if damage is not None:
-                raise damage
+        for error in (error for _, damage in self.parts() for error in damage):
+            raise error
 
-    def parts(self) -> Iterator[tuple[int, StoreError | None]]:
+    def parts(self) -> Iterator[tuple[int, list[StoreError]]]:
         """Read everything and check it; yields the bytes of each part, and what is damaged in it."""
         buffer = aligned_bytes(max(max((r.block for e in self.layout.extents for r in e.grid), default=0), _VERIFIED))
         for extent in self.layout.extents:
             for part in extent.ranges(_VERIFIED):
-                damage = None
+                damage = list[StoreError]()
                 try:
                     self.read(extent.name, part.start, buffer[: len(part)])
                 except StoreError as error:
-                    damage = error
+                    damage.append(error)
                 yield len(part), damage
 
     def close(self) -> None:

@@ -42,17 +42,6 @@ class StoreStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
-    """The progress of ``Store.verify``: ``done`` of ``total`` bytes, the last of them in extent ``name``."""
-
-    name: str
-    done: int
-    total: int
-    damage: tuple[str, ...]
-    """the damage found in the last part: file, offset and extent of each run of blocks, in words"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Lent:
     """A slot of an extent as a snapshot can take it over without reading it."""
 
@@ -278,15 +267,14 @@ class Store(AbstractContextManager["Store"]):
         """True if all of a slot can be read: it was written, or made zeros."""
         return bool((self._digests.of(self.layout[name], slot) != UNWRITTEN).all())
 
-    def verify(self, slots: Mapping[str, int]) -> Iterator["Verified"]:
-        """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums.
+    def verify(self, slots: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
+        """Read all of the given slot of each extent, 8 MiB at a time, and check it against its checksums; yields the
+        bytes of each part, and what is damaged in it: file, offset and extent of each run of blocks, in words. What a
+        drive cannot read at all counts as damage too.
 
-        ``slots``: extent name to the slot that counts, as ``Slots(store).current(name)`` has it. Yields after each
-        part how far it has got, and what was found damaged in the part. What a drive cannot read at all counts as
-        damage too. So a command shows ``done`` of ``total``, collects ``damage``, and has failed if there is any.
+        ``slots``: extent name to the slot that counts, as ``Slots(store).current(name)`` has it.
         """
-        total = sum(self.layout[name].stride for name in slots)
-        buffer, done = aligned_bytes(_VERIFIED), 0
+        buffer = aligned_bytes(_VERIFIED)
         for name, slot in slots.items():
             extent = self.layout[name]
             for part in extent.ranges(_VERIFIED):
@@ -296,8 +284,7 @@ class Store(AbstractContextManager["Store"]):
                     damage = self._read_damage(extent, part.start, buffer[: len(part)].data, slot)
                 except StoreError as error:
                     damage = [f"{name} cannot be read in bytes {part.start} to {part.stop} of slot {slot}: {error}"]
-                done += len(part)
-                yield Verified(name=name, done=done, total=total, damage=tuple(damage))
+                yield len(part), damage
 
     def lend(self, name: str, slot: int) -> Lent:
         """A slot as it is now: where it lies and its checksums. It must not be written while a snapshot takes it."""
