@@ -10,7 +10,7 @@ from penstock.hardware.crossing import step_rate
 from penstock.hardware.machine import Crossing, Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import fit
-from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.roofline import roofline
@@ -19,7 +19,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format, Side
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
-from tests.questions import MACHINE, question, searched, times_for
+from tests.questions import MACHINE, by_lane, question, searched, times_for
 
 ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20

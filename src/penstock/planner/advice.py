@@ -145,6 +145,8 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield from variant(words, grad_dtype="bf16")
     if task.speculate is False and task.may_speculate:
         yield from variant("speculate: steps before the norm is known", speculate=None)
+    if task.speculate:
+        yield from variant("waiting for the norm instead of speculate: true", speculate=False)
     if task.delay is not None and chosen == "vertical":
         yield from variant("a delay that the planner chooses", delay=None)
     if chosen == "horizontal":
