@@ -57,12 +57,9 @@ SUSTAINED = Sustained(write=5e8, read_both=1e9, write_both=4e8, after=10**11)
 CROSSING = Crossing(
     grad_bf16=9e9,
     grad_fp32=5e9,
-    weights_bf16=1e10,
-    weights_fp32=4e9,
     step=1e9,
     step_grad_bf16=1.1e9,
     step_grad_rounded=9e8,
-    step_no_copy=1.2e9,
 )
 
 
@@ -79,6 +76,13 @@ def test_a_profile_from_before_there_was_a_crossing_has_none() -> None:
     data = json.loads(machine().to_json())
     del data["crossing"]
     assert parse_machine(json.dumps(data), "x") == machine()
+
+
+def test_a_profile_from_when_casts_of_weights_were_measured_is_read() -> None:
+    made = machine(crossing=CROSSING)
+    data = json.loads(made.to_json())
+    data["crossing"] |= {"weights_bf16": 1e10, "weights_fp32": 4e9, "step_no_copy": 1.2e9}
+    assert parse_machine(json.dumps(data), "x") == made
 
 
 def test_a_profile_from_before_the_sustained_rate_was_measured_is_read() -> None:

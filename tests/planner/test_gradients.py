@@ -32,12 +32,9 @@ def machine(grad_bf16: float) -> Machine:
     crossing = Crossing(
         grad_bf16=grad_bf16,
         grad_fp32=LINK / 4,
-        weights_bf16=1e8,
-        weights_fp32=5e7,
         step=3e6,
         step_grad_bf16=3.3e6,
         step_grad_rounded=2.9e6,
-        step_no_copy=3.2e6,
     )
     device = replace(MACHINE.device, d2h=LINK, d2h_both=LINK)
     return replace(MACHINE, device=device, crossing=crossing)

@@ -199,12 +199,10 @@ def _optimizer(machine: Machine) -> Iterator[str]:
 
 
 def _crossing(crossing: Crossing) -> Iterator[str]:
-    """Rates of gradients and weights between device and optimizer in bf16 precision, by who casts them."""
+    """Rates of gradients between device and optimizer in bf16 precision, by who casts them."""
     rows = {
         "gradients, cast by the device": (crossing.grad_bf16, crossing.step_grad_bf16),
         "gradients, cast by the optimizer": (crossing.grad_fp32, crossing.step_grad_rounded),
-        "weights, cast by the optimizer": (crossing.weights_bf16, crossing.step),
-        "weights, cast by the device": (crossing.weights_fp32, crossing.step_no_copy),
     }
     yield f"  {'million parameters/s':<36}{'link and cast':>15}{'AdamW on host':>15}"
     for name, numbers in rows.items():

@@ -132,34 +132,25 @@ class Device:
 class Crossing:
     """Parameters/s between the device's buffers and the optimizer on the host, by where fp32 becomes bf16.
 
-    The first four are the link's: of a gradient and of weights, by the dtype that crosses. The others are of an AdamW
-    step on the host beside bf16 weights, by what it reads and writes. A plan that casts gradients on the device takes
-    ``grad_bf16`` and ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and
-    ``step_grad_rounded``. Weights that the optimizer casts: ``step``, then ``weights_bf16``; that the device casts:
-    ``step_no_copy``, then ``weights_fp32``.
+    The first two are the link's, of a gradient by the dtype that crosses. The others are of an AdamW step on the host
+    that writes the bf16 copy, by what it reads. A plan that casts gradients on the device takes ``grad_bf16`` and
+    ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and ``step_grad_rounded``.
     """
 
     grad_bf16: float
     """cast on the device, then 2 bytes over d2h; one after the other"""
     grad_fp32: float
     """4 bytes over d2h"""
-    weights_bf16: float
-    """2 bytes over h2d"""
-    weights_fp32: float
-    """4 bytes over h2d, then cast on the device"""
     step: float
-    """reads an fp32 gradient as it is, writes the bf16 copy"""
+    """reads an fp32 gradient as it is"""
     step_grad_bf16: float
-    """reads a bf16 gradient, writes the bf16 copy"""
+    """reads a bf16 gradient"""
     step_grad_rounded: float
-    """reads an fp32 gradient and rounds it to bf16, writes the bf16 copy"""
-    step_no_copy: float
-    """reads an fp32 gradient as it is, writes no copy beside the master"""
+    """reads an fp32 gradient and rounds it to bf16"""
 
-    def at(self, *, down: float, up: float, steps: float) -> "Crossing":
-        """At multiples of its rates: of gradients on their way down, of weights on theirs up, and of steps."""
-        paces = {"grad": down, "weights": up, "step": steps}
-        return at_pace(self, **{name: paces[name.partition("_")[0]] for name in vars(self)})
+    def at(self, *, down: float, steps: float) -> "Crossing":
+        """At multiples of its rates: of gradients on their way down, and of steps."""
+        return at_pace(self, **{name: down if name.startswith("grad") else steps for name in vars(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +280,8 @@ class Machine:
 
 
 _NOT_KEPT = {"file", "across", "of_sequence"}
+_FORMER = ("weights_bf16", "weights_fp32", "step_no_copy")
+"""Rates of ``crossing`` in profiles of before, for casts of weights on the device, which no plan makes."""
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -298,7 +291,10 @@ def parse_machine(text: str, where: str) -> Machine:
         ConfigError: names the key that is missing, unknown, twice there, of a wrong type, or out of range.
     """
     try:
-        found: Machine = _in_range(decode(Machine, parse_json(text, numbers=_number)), Machine, "", "")
+        data = parse_json(text, numbers=_number)
+        if isinstance(data, dict) and isinstance(crossing := data.get("crossing"), dict):
+            data["crossing"] = {key: rate for key, rate in crossing.items() if key not in _FORMER}
+        found: Machine = _in_range(decode(Machine, data), Machine, "", "")
         if own := [name for name in sorted(_NOT_KEPT) if getattr(found, name)]:
             raise MalformedError(f"{own[0]} is no part of a profile")
     except MalformedError as error:
