@@ -23,9 +23,10 @@ from penstock.planner.endurance import EnduranceError
 from penstock.planner.forecast import Forecast, WholeRun
 from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
+from penstock.planner.proposals import Proposals
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
-from penstock.planner.search import Choice, fits, search
+from penstock.planner.search import Choice, search
 from penstock.planner.task import Task, own_budget
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
@@ -285,7 +286,7 @@ def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
 
 def _fits_whole(task: Task, batch: int) -> bool:
     """True if a batch fits in some cut: in whole groups, too, and not only in shares of them."""
-    return any(fits(task.question(s.micro_batch_size, s.micro_batches)) for s in splits(task, batch))
+    return any(Proposals(task.question(s.micro_batch_size, s.micro_batches)).fits() for s in splits(task, batch))
 
 
 def _halves(batch: int) -> Iterator[int]:
