@@ -98,7 +98,7 @@ def test_where_the_simulator_is_not_built_a_plan_is_made_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (step,) = steps_of(PLAIN, 1)
-    monkeypatch.setattr("penstock.engine.planning.why_none", lambda: "it is not built")
+    monkeypatch.setattr("penstock.engine.resources.why_none", lambda: "it is not built")
     with wrap(PLAIN, budget(tmp_path, weights="disk", state="disk"), plan=machine(tmp_path)) as engine:
         engine.step(step)
         assert engine.prediction is None

@@ -1,5 +1,6 @@
 """What crosses between device and optimizer, in which dtype: as a profile tells it, or derived from its rates."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.hardware.crossing import (
     step_rate,
     with_faster_link,
 )
-from penstock.hardware.machine import Crossing, Device, Host, Machine
+from penstock.hardware.machine import Crossing, Device, Host, Machine, parse_machine
 from tests.hardware.test_profile import CROSSING
 from tests.machines import gpu, host
 
@@ -25,6 +26,13 @@ def machine(device: Device | None = None, memory: Host | None = None, crossing: 
 
 def test_what_was_measured_is_what_counts() -> None:
     assert crossing_of(machine(crossing=CROSSING)) is CROSSING
+
+
+def test_a_profile_from_when_casts_of_weights_were_measured_is_read() -> None:
+    made = machine(crossing=CROSSING)
+    data = json.loads(made.to_json())
+    data["crossing"] |= {"weights_bf16": 1e10, "weights_fp32": 4e9, "step_no_copy": 1.2e9}
+    assert parse_machine(json.dumps(data), "x") == made
 
 
 def test_what_a_gpu_takes_is_derived_from_link_and_steps() -> None:

@@ -78,13 +78,6 @@ def test_a_profile_from_before_there_was_a_crossing_has_none() -> None:
     assert parse_machine(json.dumps(data), "x") == machine()
 
 
-def test_a_profile_from_when_casts_of_weights_were_measured_is_read() -> None:
-    made = machine(crossing=CROSSING)
-    data = json.loads(made.to_json())
-    data["crossing"] |= {"weights_bf16": 1e10, "weights_fp32": 4e9, "step_no_copy": 1.2e9}
-    assert parse_machine(json.dumps(data), "x") == made
-
-
 def test_a_profile_from_before_the_sustained_rate_was_measured_is_read() -> None:
     made = machine(drive("/a"), drive("/b", sustained=SUSTAINED))
     data = json.loads(made.to_json())

@@ -43,7 +43,6 @@ from penstock.schedule.meaning import Needs, prove
 from penstock.schedule.place import Placement, Settings
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
-from penstock.sim.library import why_none
 from penstock.sim.result import Simulation
 from penstock.sim.simulate import simulate
 from penstock.tape.facts import StageFacts
@@ -95,11 +94,7 @@ class Planning:
         self._asked = settings = resources.settings
         self._schedule = settings.schedule
         ranks, whole = resources.ranks, resources.machine
-        each = ranks.gather_objects("threads and simulator", (resources.threads, why_none()))
-        threads, missing = max(threads for threads, _ in each), [why for _, why in each if why is not None]
-        if whole is not None and missing:
-            log.warning("the plan is made without predictions: %s", missing[0])
-            whole = None
+        threads = max(ranks.gather_objects("threads", resources.threads))
         self._machine = whole
         """the machine as each rank sees it, corrected by what steps have shown; None: nothing is predicted"""
         self._link: Network | None = None
