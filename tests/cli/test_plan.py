@@ -320,7 +320,7 @@ def test_an_option_of_the_other_form_says_which_it_is_for(config: Path, capsys: 
     ("change", "said"),
     [
         ({"read": 0.0}, "drives[0].read"),
-        ({"write": None}, "drives[0].write"),
+        ({"write": None}, "drives[0] lacks 'write'"),
     ],
 )
 def test_a_profile_with_zero_or_missing_rates(
