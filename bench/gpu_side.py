@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.placed import in_words
 from bench.workload import (
     BETAS,
     EPS,
@@ -77,7 +78,7 @@ class Ours:
             "nothing" if prediction is None else f"{prediction.time:.3f}, at least {prediction.lower_bound:.3f} s"
         )
         with self._told.open("a") as file:
-            print(f"{batch} sequences: predicted {predicted}; {lanes}\n{engine.plan.describe()}", file=file)
+            print(f"{batch} sequences: predicted {predicted}; {lanes}\n{in_words(engine.plan)}", file=file)
         trace = TraceWriter(self._told.with_name(f"{self._way}-{batch}.trace.json"))
         trace.step(engine.trace)
         trace.close()

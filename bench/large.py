@@ -25,6 +25,7 @@ import torch
 
 import penstock
 from bench.harness import ROOT, SCRATCH, BenchError, machine, results_file, write_section
+from bench.placed import in_words
 from bench.workload import (
     BETAS,
     EPS,
@@ -95,7 +96,7 @@ def train(work: Work, device: str, host: str) -> Trained:
             before = disk_bytes()
             stats = [engine.step(tokens.step(step)) for step in range(work.steps)]
             after = disk_bytes()
-            print(engine.plan.describe(), flush=True)
+            print(in_words(engine.plan), flush=True)
             return Trained(
                 peak_rss=peak_rss(),
                 planned_device=engine.plan.device_bytes,

@@ -22,7 +22,7 @@ from penstock.hardware.profiles import shipped_machine
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.classes import GroupClass, Home
 from penstock.planner.fit import base_placement, settings_of, with_keep
-from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.probes import Probes
 from penstock.planner.question import Question
 from penstock.planner.request import Request
@@ -211,7 +211,7 @@ def brute_force(question: Question) -> Best:
         key = (request.family, settings.chunk)
         if key not in loads:
             loads[key] = PhaseCosts(request, settings, question.costs)
-        work = max(by_lane(loads[key].of(settings.place)).values())
+        work = loads[key].of(settings.place).sum(axis=0).max()
         points.append((work, len(points), request, settings))
     seconds, simulated = float("inf"), 0
     for work, _, request, settings in sorted(points, key=lambda point: point[:2]):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import penstock
+from bench.placed import in_words
 from bench.replan import FOLLOWS, Job, Measured, Taken
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, build
 from penstock.hardware.machine import load_machine
@@ -73,7 +74,7 @@ def run(job: Job) -> Measured:
                     steps.append(_step(stretch, name, engine, tokens.step(engine.step_count)))
             plans.append({name: repr(engine.plan.settings) for name, engine in engines.items()})
             for name, engine in engines.items():
-                print(f"  {name}:\n    " + engine.plan.describe().replace("\n", "\n    "), file=sys.stderr)
+                print(f"  {name}:\n    " + in_words(engine.plan), file=sys.stderr)
     return Measured(
         job=job, parameters=sum(p.numel() for p in build(job.work.model).parameters()), steps=steps, plans=plans
     )

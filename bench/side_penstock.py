@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import penstock
+from bench.placed import in_words
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Report, Tokens, Work, build_initial
 
 
@@ -39,7 +40,7 @@ def train(work: Work, report: Report, device: str, host: str, *, planned: bool) 
             seconds, system = time.perf_counter() - start, os.times().system - before
             report.step(seconds=seconds, loss=stats.loss, compute=_compute(engine, system))
             if step == 0:
-                print(engine.plan.describe(), flush=True)
+                print(in_words(engine.plan), flush=True)
                 if (predicted := engine.prediction) is not None:
                     print(f"predicted: {predicted.time:.1f} s, at least {predicted.lower_bound:.1f} s", flush=True)
     shutil.rmtree(store)

@@ -14,6 +14,7 @@ import torch
 
 import penstock
 from bench.harness import BenchError, block_device
+from bench.placed import in_words
 from bench.turns import Job, Measured, Planned, Taken, Variant
 from bench.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Tokens, build, disk_bytes
 from penstock.hardware.machine import load_machine
@@ -79,7 +80,7 @@ class Side:
         alike = replace(plan.settings, wait=False, speculate=False)
         return Planned(
             settings=repr(alike),
-            described=plan.describe(),
+            described=in_words(plan),
             delay=plan.settings.delay,
             speculates=plan.schedule.speculative,
             predicted=None if prediction is None else prediction.time,

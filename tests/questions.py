@@ -7,9 +7,11 @@ from typing import Any
 from penstock.config import Budget, Family
 from penstock.hardware.machine import Device, Drive, Host, Machine, at_pace
 from penstock.planner import search as searching
+from penstock.planner.bounds import Load
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.search import Choice, search
+from penstock.schedule.ir.lanes import STREAM_LANES
 from penstock.schedule.place import Format
 from penstock.schedule.program import Program
 from penstock.shape.model import EFFICIENCY, StageTimes
@@ -165,3 +167,8 @@ def request_of(case: Case) -> Request:
         hosts=case.hosts,
         secondary=s.secondary,
     )
+
+
+def by_lane(load: Load) -> dict[str, float]:
+    """Seconds of each lane over all phases."""
+    return dict(zip(STREAM_LANES, load.sum(axis=0).tolist(), strict=True))

@@ -318,7 +318,7 @@ def test_an_option_of_the_other_form_is_refused(config: Path, capsys: pytest.Cap
     ("change", "said"),
     [
         ({"read": 0.0}, "drives[0].read"),
-        ({"write": None}, "drives[0].write"),
+        ({"write": None}, "drives[0] lacks 'write'"),
     ],
 )
 def test_a_profile_with_zero_or_missing_rates(
@@ -617,7 +617,7 @@ CLIPPED = ("--clip_grad_norm", 1.0, "--budget.state", "disk", "--budget.weights"
 
 
 @pytest.mark.usefixtures("one_simulation")
-def test_the_text_tells_the_update_mode_and_what_others_would_cost(
+def test_the_text_tells_the_update_mode_and_what_another_would_gain(
     config: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     waits = answered(capsys, config, *CLIPPED, "--delay", 0, "--speculate", "false")
@@ -625,37 +625,20 @@ def test_the_text_tells_the_update_mode_and_what_others_would_cost(
     text = answered(capsys, config, *CLIPPED, "--delay", 0.2)
     assert "optimizer steps before the gradient norm is known, delay 0.2" in text
     assert "5% of the steps run twice" in text
-    lines = text.splitlines()
-    own = next(line for line in lines if line.startswith("  speculate "))
-    assert own.endswith("<- this plan")
-    assert sum(line.startswith("  wait, gradients ") for line in lines) == 2
-    assert "5% of the steps are expected to be clipped and run twice" in text
-    delay = next(line for line in lines if line.startswith("delay "))
-    assert "0.2 of the optimizer's steps are taken in the next step's forward: " in delay
     assert "optimizer waits for the gradient norm" in waits
     assert "run twice" not in waits
-    assert not any(line.startswith("delay ") for line in waits.splitlines())
     assert "speculate: steps before the norm is known" in waits, "what would help"
 
 
 @pytest.mark.usefixtures("brief")
-def test_json_tells_the_update_modes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_tells_the_update_mode(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(answered(capsys, config, *CLIPPED, "--delay", 0.2, "--json"))
-    step, modes = data["step"], data["update_modes"]
+    step = data["step"]
     assert data["plan"]["speculates"] is True
-    assert data["plan"]["delay"] == modes["chosen"]["delay"] == 0.2
+    assert data["plan"]["delay"] == 0.2
     assert step["repeats"] == 0.05
     assert step["expected_seconds"] == pytest.approx(1.05 * step["seconds"])
     assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["expected_seconds"])
-    assert modes["chosen"]["mode"] == "speculate"
-    assert modes["chosen"]["seconds"] == step["expected_seconds"]
-    moved = data["lanes"]["read"]["bytes"] + data["lanes"]["write"]["bytes"]
-    assert modes["chosen"]["disk_bytes"] == pytest.approx(1.05 * moved)
-    assert {other["mode"] for other in modes["others"]} == {"wait, gradients in host memory", "wait, gradients on disk"}
-    assert modes["gain_of_delay"] == pytest.approx(modes["undelayed"]["seconds"] / modes["chosen"]["seconds"])
-    plain = json.loads(answered(capsys, config, "--json", "--delay", 0))
-    assert plain["update_modes"]["chosen"]["mode"] == "no norm needed"
-    assert (plain["update_modes"]["others"], plain["update_modes"]["gain_of_delay"]) == ([], None)
 
 
 @pytest.mark.parametrize(

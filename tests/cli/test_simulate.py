@@ -465,7 +465,7 @@ def test_a_file_for_another_model_is_refused(fails: Fails, capsys: pytest.Captur
     ("key", "value", "says"),
     [
         (("device", "h2d"), 0, "device.h2d=0 must be more than 0"),
-        (("host", "copy"), None, "key host.copy is missing"),
+        (("host", "copy"), None, "host lacks 'copy'"),
         (("drives",), [], "uses the disk, and the machine"),
     ],
 )

@@ -36,7 +36,7 @@ USED = {
     },
     "delay": {
         "schedule/": "what a built schedule was given",
-        **dict.fromkeys(("planner/proposals.py", "planner/search.py", "planner/alternatives.py"), "ratios to try"),
+        **dict.fromkeys(("planner/proposals.py", "planner/search.py"), "ratios to try"),
     },
     "speculate": {
         "schedule/": "what a built schedule was given",

@@ -341,7 +341,7 @@ def test_the_table_of_a_machine_with_a_gpu() -> None:
     assert "8, on 2 NUMA nodes" in text
     assert "an op of a model 12.5 µs of the host, however little it computes" in " ".join(text.split())
     assert "1,000        5,000" in text
-    assert "  gradients are 1.29x as fast if the device casts them; weights are as fast either way" in text
+    assert "  gradients are 1.29x as fast if the device casts them" in text
     (row,) = (line.split() for line in text.splitlines() if "rather" in line)
     assert " ".join(row) == "/mnt/a-rather-long-name/of/a/directory 5 3 4 + 2.5 500 GiB ssd, NUMA node 0"
     assert "0.099" in text
@@ -383,5 +383,4 @@ def test_rates_of_a_gpu_are_those_of_a_gpu(tmp_path: Path) -> None:
     assert 1e9 < measured.d2h_both <= measured.d2h
     assert crossing is not None
     assert crossing.grad_bf16 > crossing.grad_fp32 > 0.7 * measured.d2h / 4
-    assert crossing.weights_bf16 > crossing.weights_fp32 > 2e8
     assert not any("compute" in pair for pair in machine.contention)

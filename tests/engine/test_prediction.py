@@ -94,6 +94,17 @@ def test_a_stored_profile_is_used_by_default_and_no_profile_predicts_nothing(tmp
             assert engine.prediction is not None
 
 
+def test_where_the_simulator_is_not_built_a_plan_is_made_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (step,) = steps_of(PLAIN, 1)
+    monkeypatch.setattr("penstock.engine.resources.why_none", lambda: "it is not built")
+    with wrap(PLAIN, budget(tmp_path, weights="disk", state="disk"), plan=machine(tmp_path)) as engine:
+        engine.step(step)
+        assert engine.prediction is None
+    assert "the plan is made without predictions: it is not built" in caplog.text
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("delay", [0, 0.3])
 @pytest.mark.parametrize("weights", ["disk", "host"])

@@ -11,7 +11,7 @@ import penstock
 from penstock.errors import BudgetError
 from penstock.hf import split_attention, tiled_loss, tiled_mlps
 from penstock.planner.longest import longest
-from penstock.planner.search import fits
+from penstock.planner.proposals import Proposals
 from penstock.planner.task import Task
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from tests import models
@@ -56,7 +56,7 @@ def least(length: int) -> int:
     whole = asked(high << 10, length, None)  # one run of the model without values will do
     while high - low > 1:
         middle = (low + high) // 2
-        held = fits(replace(whole, budget=replace(whole.budget, device=middle << 10)).question(1, 1))
+        held = Proposals(replace(whole, budget=replace(whole.budget, device=middle << 10)).question(1, 1)).fits()
         low, high = (low, middle) if held else (middle, high)
     return high << 10
 
@@ -96,7 +96,7 @@ def test_eight_times_the_tokens_train_in_the_memory_of_whole_ones(campaign: Camp
     assert alone is not None
     assert short <= alone.tokens < short + max(4, short // 200)  # a KiB is that of some tokens
     if campaign.full:  # a run in pieces without values takes longer than one with them
-        assert fits(asked(device, long, long).question(1, 1))
+        assert Proposals(asked(device, long, long).question(1, 1)).fits()
 
     with pytest.raises(BudgetError):
         trained(device, long, pieces=None)

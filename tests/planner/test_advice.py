@@ -80,6 +80,27 @@ def test_no_clipping_is_advised_with_the_pin_that_it_leaves_without_effect(
         assert any(change.startswith(words) for change in changes)
 
 
+@pytest.mark.parametrize(
+    ("forced", "words"),
+    [
+        ({"speculate": True}, "waiting for the norm instead of speculate: true"),
+        ({"speculate": False}, "speculate: steps before the norm is known"),
+        ({"delay": 0.5}, "a delay that the planner chooses"),
+    ],
+)
+def test_an_update_mode_that_is_forced_is_held_against_others(
+    found: Forecast, monkeypatch: pytest.MonkeyPatch, forced: dict[str, Any], words: str
+) -> None:
+    """How much each gains is no matter here."""
+    monkeypatch.setattr("penstock.planner.advice.WORTH_SAYING", 0.0)
+    monkeypatch.setattr("penstock.planner.advice.SMALL", 0)
+    budget = replace(found.task.budget, durability="step", state="disk")
+    clipped = replace(found.task, budget=budget, clip_grad_norm=1.0, delay=None)
+    for settings, said in ((forced, True), ({}, False)):
+        changes = [one.change for one in advice(replace(clipped, **settings), 1, found.choice)]
+        assert (words in changes) == said
+
+
 @pytest.mark.parametrize(("most", "advised"), [(2, set()), (3, {"M = 3"}), (4, {"M = 3", "4 micro-batches"})])
 def test_no_more_micro_batches_are_advised_than_can_be_planned(
     most: int, advised: set[str], found: Forecast, monkeypatch: pytest.MonkeyPatch

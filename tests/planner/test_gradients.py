@@ -10,7 +10,7 @@ from penstock.hardware.crossing import step_rate
 from penstock.hardware.machine import Crossing, Machine
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import fit
-from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.question import Question
 from penstock.planner.request import Request
 from penstock.planner.roofline import roofline
@@ -19,7 +19,7 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.place import Format, Side
 from penstock.sim.simulate import simulate
 from tests.programs import transformer
-from tests.questions import MACHINE, question, searched, times_for
+from tests.questions import MACHINE, by_lane, question, searched, times_for
 
 ADAM16 = Format.of("bf16", 2)
 MIB = 1 << 20
@@ -32,12 +32,9 @@ def machine(grad_bf16: float) -> Machine:
     crossing = Crossing(
         grad_bf16=grad_bf16,
         grad_fp32=LINK / 4,
-        weights_bf16=1e8,
-        weights_fp32=5e7,
         step=3e6,
         step_grad_bf16=3.3e6,
         step_grad_rounded=2.9e6,
-        step_no_copy=3.2e6,
     )
     device = replace(MACHINE.device, d2h=LINK, d2h_both=LINK)
     return replace(MACHINE, device=device, crossing=crossing)

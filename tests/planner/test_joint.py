@@ -16,7 +16,7 @@ from penstock.planner.dealt import Foreseen, Pipeline, improved, plans_of
 from penstock.planner.fit import fit
 from penstock.planner.joint import JointSearch, Pipelined
 from penstock.planner.layouts import Asked
-from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.pipelines import simulated
 from penstock.planner.places import Asked as Wanted
 from penstock.planner.places import Plans
@@ -27,6 +27,7 @@ from penstock.schedule.place import Settings
 from penstock.schedule.program import ALIGN
 from tests.conftest import Campaign
 from tests.planner.test_layouts import FAST, as_pipelines, asked
+from tests.questions import by_lane
 
 SLOW_DRIVE = replace(FAST, drives=tuple(replace(d, read=d.read / 4, write=d.write / 4) for d in FAST.drives))
 

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.planner.longest import SHORTEST, Longest, longest
-from penstock.planner.search import fits
+from penstock.planner.proposals import Proposals
 from penstock.planner.task import Task
 from penstock.shape.huggingface import HuggingFaceModel, model_shape
 from tests.planner.test_search import MIB, task
@@ -21,7 +21,7 @@ def asked(device: int) -> Task:
 
 
 def with_length(of: Task, tokens: int) -> bool:
-    return fits(replace(of, sequence_length=tokens, profiles={}).question(1, 1))
+    return Proposals(replace(of, sequence_length=tokens, profiles={}).question(1, 1)).fits()
 
 
 @pytest.mark.parametrize("device", [6 * MIB, 12 * MIB])

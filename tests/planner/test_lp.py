@@ -16,7 +16,7 @@ from penstock.planner import optimum
 from penstock.planner.bounds import StepBound, bound, limits_of
 from penstock.planner.costs import machine_costs
 from penstock.planner.fit import fitted, settings_of, tied_groups
-from penstock.planner.phase_costs import PhaseCosts, by_lane
+from penstock.planner.phase_costs import PhaseCosts
 from penstock.planner.placement_lp import PlacementLP
 from penstock.planner.rounding import PATTERNS, Rounding, assign
 from penstock.schedule.ir.lanes import STREAM_LANES
@@ -25,7 +25,7 @@ from penstock.schedule.place import Depths, Format
 from penstock.sim.costs import Costs
 from penstock.sim.simulate import simulate
 from tests.programs import Case, placement, random_case, transformer
-from tests.questions import MACHINE, question, request_of, times_for
+from tests.questions import MACHINE, by_lane, question, request_of, times_for
 
 ADAM32, ADAM16 = Format.of("fp32", 2), Format.of("bf16", 2)
 

@@ -402,12 +402,6 @@ def test_of_hundreds_of_blocks_as_many_move_up_as_fit_and_few_are_looked_at(monk
     assert r.peak_bytes(more, "host") > r.budget.host_bytes
 
 
-def test_a_plan_describes_itself() -> None:
-    text = fit(request(4 * MIB, 6 * MIB)).describe()
-    for word in ("weights", "optimizer", "activations", "chunks", "peak device", "vertical"):
-        assert word in text
-
-
 # ---- a schedule of the user's own
 
 

@@ -24,9 +24,10 @@ from penstock.planner.batches import choose, curve, cuts, saturating, splits
 from penstock.planner.fit import CHUNKS, base_placement, fit, fitted, settings_of
 from penstock.planner.forecast import Forecast
 from penstock.planner.plan import Plan
+from penstock.planner.proposals import Proposals
 from penstock.planner.request import DEVICE_TEMPORARIES, Request
 from penstock.planner.roofline import moved_per_parameter, roofline
-from penstock.planner.search import Choice, best, estimate, fits, search
+from penstock.planner.search import Choice, best, estimate, search
 from penstock.planner.task import Task, own_budget
 from penstock.schedule.check import check
 from penstock.schedule.check.worlds import check_world
@@ -255,7 +256,7 @@ def test_where_no_whole_groups_fit_with_the_tiers_that_promise_most_others_are_t
     budget: dict[str, int] = {"device": 45_500_000, "host": 2_510_000}
     asked = question(transformer(6, block=100), form=ADAM16, wait=True, micro_batches=1, machine=on, **budget)
     asked = replace(asked, request=replace(asked.request, delay=None, accelerated=True), simulated_ops=3000)
-    assert fits(asked)
+    assert Proposals(asked).fits()
     assert searched(asked).plan.host_bytes <= budget["host"]
 
 
@@ -734,7 +735,9 @@ def test_the_smallest_change_for_a_large_model_is_one_that_the_search_can_use() 
     question = asked.question(1, 16)
     text = str(refusal(asked, 1, 16, BudgetError("-")))
     size = in_all(text)["host"]
-    assert fits(replace(question, request=replace(question.request, budget=replace(asked.budget, host=size))))
+    assert Proposals(
+        replace(question, request=replace(question.request, budget=replace(asked.budget, host=size)))
+    ).fits()
     assert f"{format_size(round_up(size - 500 * MIB))} more host" in text
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.config import Budget, Family
 from penstock.errors import ConfigError, ScheduleError
-from penstock.planner.alternatives import alternatives, update_mode_of
 from penstock.planner.fit import fit, fitted
 from penstock.planner.own_schedule import own_plan
 from penstock.planner.placement_lp import PlacementLP
@@ -78,9 +77,6 @@ def test_a_step_that_is_run_again_has_read_the_weights_in_memory_that_it_has_cha
     assert choice.plan.taken_back_bytes == back
     seconds = back / WRITES_HALF.drives[0].read + back / WRITES_HALF.host.copy
     assert choice.expected_seconds == pytest.approx(1.25 * choice.seconds + 0.25 * seconds)
-    moved = choice.plan.schedule.bytes_per_lane()
-    disk = 1.25 * (moved["read"] + moved["write"]) + 0.25 * back
-    assert alternatives(choice).chosen.disk_bytes == pytest.approx(disk, abs=1)
     never = searched(replace(kept, repeats=0.0))
     assert never.expected_seconds == never.seconds
 
@@ -329,38 +325,6 @@ def test_a_placement_that_stays_still_has_its_update_mode_chosen() -> None:
     assert again.settings.delay > 0
     kept = best(forced(asked, delay=0.0, speculate=False), first.settings.place)
     assert (kept.settings.speculate, kept.settings.delay) == (False, 0.0)
-
-
-def test_the_alternatives_are_what_forcing_them_gives() -> None:
-    asked = open_question()
-    choice = searched(asked)
-    found = alternatives(choice)
-    assert found.chosen.mode == "speculate" == update_mode_of(choice.request, choice.plan.settings)
-    assert found.chosen.seconds == choice.expected_seconds
-    modes = {costs.mode: costs for costs in found.others}
-    assert set(modes) == {"wait, gradients in host memory", "wait, gradients on disk"}
-    assert [costs.seconds for costs in found.others] == sorted(costs.seconds for costs in found.others)
-    assert all(costs.seconds > found.chosen.seconds * 0.99 for costs in found.others)
-    parameters = sum(group.trainable for group in asked.request.program.groups)
-    held, spilled = modes["wait, gradients in host memory"], modes["wait, gradients on disk"]
-    assert held.held_bytes >= 4 * parameters
-    assert spilled.held_bytes < parameters
-    assert spilled.disk_bytes - held.disk_bytes == pytest.approx(8 * parameters, rel=0.15)
-    pinned = replace(asked.request.budget, gradients="host")
-    host = searched(forced(asked, speculate=False, budget=pinned))
-    assert held.seconds == pytest.approx(host.expected_seconds, rel=0.02)
-    assert found.undelayed is not None
-    assert found.gain_of_delay is not None
-    assert found.undelayed.seconds == pytest.approx(searched(forced(asked, delay=0.0)).expected_seconds, rel=0.02)
-    assert found.gain_of_delay == found.undelayed.seconds / found.chosen.seconds > 1.02
-
-
-@pytest.mark.usefixtures("one_simulation")
-def test_alternatives_of_a_large_schedule_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.planner.alternatives.SMALL", 10)
-    found = alternatives(searched(open_question()))
-    assert found.others
-    assert not any(costs.simulated for costs in found.others)
 
 
 @pytest.mark.usefixtures("one_simulation")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.ops import Op, Schedule
 from penstock.schedule.ir.references import stage_op
@@ -18,21 +18,19 @@ from penstock.schedule.ir.worlds import World
 from penstock.schedule.lower.families import build
 from penstock.schedule.lower.request import FamilyRequest
 from penstock.schedule.lower.seat import streaming_seat
-from penstock.sim import simulate as simulation
 from penstock.sim.costs import Costs
-from penstock.sim.library import Library, library
-from penstock.sim.simulate import in_python, simulate
+from penstock.sim.library import Library, library, why_none
+from penstock.sim.simulate import simulate
 from penstock.sim.template import ranks_of
 from tests.documented import ROOT
 from tests.programs import random_case
 from tests.schedule.test_families import requests
+from tests.sim.events import in_python
 
 
 @pytest.fixture(scope="module")
 def native() -> Library:
-    found = library()
-    assert found is not None, "it is built with the other native libraries: pip install -e ."
-    return found
+    return library()
 
 
 def random_costs(rng: Random, *, serial: bool = False) -> Costs:
@@ -62,6 +60,7 @@ def check_same(native: Library, world: World, rng: Random, *, serial: bool = Fal
     ranks = ranks_of(world, [rng.choice(several) for _ in world.ranks])
     found, wanted = native.run(world, ranks), in_python(world, ranks)
     assert found is not None
+    assert wanted is not None
     for own, theirs in zip(found, wanted, strict=True):
         assert np.array_equal(own, theirs)
 
@@ -81,31 +80,38 @@ def test_ranks_that_stream_run_as_in_python(native: Library, seed: int, ranks: i
     check_same(native, streaming_seat(ranks, case.settings.stage).world(case.build()), Random(seed))
 
 
-DEADLOCK = """world w ranks 2
+CIRCLE = """world w ranks 2
 rank 0
-schedule s micro-batches 1 chunk 0
+schedule s micro-batches 2 chunk 0
 RD1m0 peer 1
-SA0m0 peer 1
 F0m0 after RD1m0
+SA0m0 after F0m0 peer 1
 rank 1
-schedule s micro-batches 1 chunk 0
+schedule s micro-batches 2 chunk 0
 RA0m0 peer 0
 F1m0 after RA0m0
+SD1m0 after F1m0 peer 0
 """
+LOST = CIRCLE.replace("RD1m0 peer 1\n", "").replace(" after RD1m0", "").replace("SD1m0 after F1m0 peer 0\n", "")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (DEADLOCK, "deadlock: rank 0 compute F0m0 waits for op RD1m0; rank 0 recv RD1m0 waits for rank 1 to send it"),
-        (DEADLOCK.replace("peer 0", "peer 1"), "rank 0: op SA0m0 sends to rank 1, which does not receive it"),
-        (DEADLOCK.replace("SA0m0 peer 1", "SA0m0 peer 7"), "rank 0: op SA0m0 sends to rank 7, which does not"),
-        (DEADLOCK.replace("RA0m0 peer 0\n", "RA0m1 peer 0\n").replace("RA0m0", "RA0m1"), "op SA0m0 sends to rank 1"),
+        (
+            CIRCLE,
+            "rank 0: recv RD1m0 waits for op SD1m0 of rank 1; rank 1: send SD1m0 waits for op F1m0; rank 1: compute",
+        ),
+        (LOST.replace("peer 0", "peer 1"), "rank 0: op SA0m0 sends to rank 1, which has no op RA0m0 from rank 0"),
+        (LOST.replace("SA0m0 after F0m0 peer 1", "SA0m0 after F0m0 peer 7"), "sends to rank 7, which does not exist"),
+        (LOST.replace("RA0m0", "RA0m1"), "rank 0: op SA0m0 sends to rank 1, which has no op RA0m0 from rank 0"),
     ],
 )
 def test_what_is_wrong_with_a_world_is_said(native: Library, text: str, says: str) -> None:
     world, costs = parse_world(text), Costs(name="one", seconds=lambda _: 1.0)
-    assert native.run(world, ranks_of(world, [costs] * 2)) is None
+    ranks = ranks_of(world, [costs] * 2)
+    assert native.run(world, ranks) is None
+    assert in_python(world, ranks) is None
     with pytest.raises(ScheduleError, match=re.escape(says)):
         simulate(world, costs)
 
@@ -116,7 +122,7 @@ LONG = 4_000_000_000
 
 @pytest.mark.parametrize("micro_batch", [0, LONG])
 @pytest.mark.parametrize("buffers", [1, LONG, (1 << 32) + 1])
-def test_numbers_of_more_than_32_bits_are_those_of_the_file(native: Library, micro_batch: int, buffers: int) -> None:
+def test_numbers_of_more_than_32_bits_are_those_of_the_file(micro_batch: int, buffers: int) -> None:
     """Two ops run beside each other where there are buffers for both."""
     text = f"""schedule s micro-batches {LONG + 1} chunk 0
 pool p device {buffers} x 1
@@ -124,7 +130,6 @@ RC0m{micro_batch} take A=p give A
 UC0m{micro_batch} take B=p give B
 """
     world, costs = parse_world(text), Costs(name="one", seconds=lambda _: 1.0)
-    assert (native.run(world, ranks_of(world, [costs])) is None) == (LONG in (micro_batch, buffers) or buffers > LONG)
     assert sorted(simulate(world, costs).starts[0]) == [0.0, 0.0 if buffers > 1 else 1.0]
 
 
@@ -137,6 +142,7 @@ def test_as_many_ops_of_a_lane_are_under_way_as_it_is_wide(native: Library) -> N
     ranks = ranks_of(world, [Costs(name="one", seconds=lambda _: 1.0, widths={"read": reads})])
     found, wanted = native.run(world, ranks), in_python(world, ranks)
     assert found is not None
+    assert wanted is not None
     assert np.array_equal(found.ends, wanted.ends)
     assert found.ends[1] == pytest.approx(1 + reads)
 
@@ -151,18 +157,20 @@ def test_simulations_of_one_world_are_equal() -> None:
     assert simulate(world, costs) == simulate(world, costs)
 
 
-def test_without_the_library_a_simulation_is_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="is not built"):
-        Library(tmp_path / "_simulate.so")
-    world, costs = World.of(random_case(3).build()), random_costs(Random(3))
-    wanted = simulate(world, costs)
-    monkeypatch.setattr(simulation, "library", lambda: None)
-    found = simulate(world, costs)
-    assert (found.starts, found.takes, found.ends, found.waits) == (
-        wanted.starts,
-        wanted.takes,
-        wanted.ends,
-        wanted.waits,
-    )
-    assert found.causes == wanted.causes
-    assert any(found.causes[0])
+def test_without_the_library_it_is_said_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("penstock.sim.library.PATH", tmp_path / "_simulate.so")
+    for kept in (library, why_none):
+        kept.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"_simulate\.so is not built; pip install -e \. builds it"):
+            simulate(World.of(random_case(3).build()), random_costs(Random(3)))
+        assert "is not built" in (why_none() or "")
+    finally:
+        for kept in (library, why_none):
+            kept.cache_clear()
+
+
+def test_messages_of_micro_batches_that_native_code_does_not_count_to_are_refused() -> None:
+    text = LOST.replace("micro-batches 2", f"micro-batches {LONG + 1}").replace("A0m0", f"A0m{LONG}")
+    with pytest.raises(ScheduleError, match="more than 1,073,741,824 ops or micro-batches cannot be simulated"):
+        simulate(parse_world(text), Costs(name="one", seconds=lambda _: 1.0))

@@ -201,7 +201,7 @@ def test_a_carried_buffer_takes_room_from_the_start() -> None:
     ("lines", "words"),
     [
         (("F0m0 after F1m0", "F1m0"), "deadlock: compute F0m0 waits for op F1m0"),
-        (("F0m0 take a=p,b=p,c=p",), "compute F0m0 waits for a buffer of its pools"),
+        (("F0m0 take a=p,b=p,c=p",), "deadlock: compute F0m0 waits for its pools"),
         (("F0m0 after F7m0",), "op F0m0 waits for F7m0, which does not exist"),
         (("F0m0 take a=q",), "F0m0 takes from pool q, which does not exist"),
         (("F0m0 give a",), "op F0m0 gives back a, which is not taken"),

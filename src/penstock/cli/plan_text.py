@@ -8,7 +8,6 @@ from penstock.config import Tier, ZeroStage, format_size
 from penstock.config.sizes import format_flops, three_digits
 from penstock.hardware.drives import used_rates
 from penstock.hardware.machine import Machine
-from penstock.planner.alternatives import ModeCosts
 from penstock.planner.as_json import shares
 from penstock.planner.ask import PlanReport
 from penstock.planner.batches import Point
@@ -44,7 +43,6 @@ def describe(report: PlanReport, *, wide: bool) -> str:
     parts = [
         list(_head(f)),
         list(_step(f)),
-        list(_update_modes(report)),
         list(_table(f)),
         list(_memory(f)),
         list(_disk(report)),
@@ -112,30 +110,6 @@ def _step(f: Forecast) -> Iterator[str]:
             f"            steps of {name} on {device.name} take as long as on the host: the profile has no rate for "
             "them, penstock doctor measures it"
         )
-
-
-def _update_modes(report: PlanReport) -> Iterator[str]:
-    """The plan's update mode beside others, where there is a norm to wait for, and what a delay gains."""
-    found = report.alternatives
-    if found.others or report.forecast.task.needs_norm:
-        yield f"{'until the norm is known':<34}{'a step':>10}{'gradients held':>17}{'disk a step':>14}"
-        yield _mode_line(found.chosen) + "  <- this plan"
-        yield from map(_mode_line, found.others)
-        if report.forecast.repeats:
-            share = f"{100 * report.forecast.repeats:.3g}%"
-            yield f"{share} of the steps are expected to be clipped and run twice: that is counted here"
-    if found.chosen.delay:
-        share = f"delay       {found.chosen.delay:g} of the optimizer's steps are taken in the next step's forward"
-        if found.undelayed is None or found.gain_of_delay is None:
-            yield f"{share}; without a delay it does not fit"
-        else:
-            about = "" if found.undelayed.simulated else "~"
-            yield f"{share}: {about}{found.gain_of_delay:.2f}x the tokens/s without"
-
-
-def _mode_line(costs: ModeCosts) -> str:
-    seconds = f"{'' if costs.simulated else '~'}{format_long_time(costs.seconds)}"
-    return f"  {costs.mode:<32}{seconds:>10}{format_size(costs.held_bytes):>17}{format_size(costs.disk_bytes):>14}"
 
 
 def _of_blocks(f: Forecast) -> str:

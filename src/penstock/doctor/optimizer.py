@@ -56,6 +56,5 @@ def crossings(device: torch.device, seconds: float, rounds: int, *, threads: int
             steps.load("adamw", bf16, name="step"),
             steps.load("adamw", bf16, grad=bf16, grad_dtype=bf16, name="step_grad_bf16"),
             steps.load("adamw", bf16, grad_dtype=bf16, name="step_grad_rounded"),
-            steps.load("adamw", None, name="step_no_copy"),
         )
         return Crossing(**medians(rounds, lambda: {load.name: rate(load, span) for load in loads}))

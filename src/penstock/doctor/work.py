@@ -100,21 +100,17 @@ def copies(name: str, device: torch.device, closing: ExitStack) -> Load:
 
 
 def crossings(device: torch.device, closing: ExitStack) -> tuple[Load, ...]:
-    """Gradients from the device and weights to it, in bf16 and in fp32; parameters.
+    """Gradients from the device, in bf16 and in fp32; parameters.
 
     Named as the fields of ``penstock.hardware.machine.Crossing``. ``closing``: as in ``copies``.
     """
     host, there = _both_sides(device, closing)
     host_wide, there_wide = ([piece.view(torch.float32) for piece in side] for side in (host, there))
-    host_narrow, there_narrow = ([piece.view(torch.bfloat16)[:CHUNK] for piece in side] for side in (host, there))
-    narrow = wide = None
-    if device.type != "cpu":
-        narrow, wide = (torch.empty(CHUNK, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32))
+    host_narrow = [piece.view(torch.bfloat16)[:CHUNK] for piece in host]
+    narrow = None if device.type == "cpu" else torch.empty(CHUNK, dtype=torch.bfloat16, device=device)
     moves: dict[str, Callable[[int], None]] = {
         "grad_bf16": lambda i: copy_cast(host_narrow[i], there_wide[i], narrow),
         "grad_fp32": lambda i: copy(host_wide[i], there_wide[i]),
-        "weights_bf16": lambda i: copy(there_narrow[i], host_narrow[i]),
-        "weights_fp32": lambda i: copy_cast(there_narrow[i], host_wide[i], wide),
     }
     return tuple(_moving(name, device, move, CHUNK) for name, move in moves.items())
 

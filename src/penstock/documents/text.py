@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def read_text(path: Path, most: int = SMALL) -> str:
         raise MalformedError(f"it is not UTF-8 text (byte {error.start:,})") from None
 
 
-def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True) -> Any:
-    """The value that a JSON text holds. ``finite``: without NaN and infinity, which JSON does not have.
+def parse_json(
+    text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True, numbers: Callable[[str], float] = float
+) -> Any:
+    """The value that a JSON text holds. ``finite``: without NaN and infinity, which JSON does not have. ``numbers``: of
+    the text of a number with a point or an exponent.
 
     Raises:
         MalformedError: it is not JSON; a key is there twice, a number is NaN, infinite or has thousands of digits,
@@ -55,7 +59,8 @@ def parse_json(text: str | bytes, *, deepest: int = DEEPEST, finite: bool = True
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text  # json.loads takes halves of characters
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number if finite else float)
+        constant = _no_number if finite else float
+        value = json.loads(text, object_pairs_hook=_once, parse_float=numbers, parse_constant=constant)
     except MalformedError:
         raise
     except RecursionError:

@@ -32,6 +32,7 @@ from penstock.runtime.streams import Streams, streams_for
 from penstock.schedule.ir.ops import Schedule
 from penstock.schedule.matrices import Piece, pieces
 from penstock.schedule.place import Format
+from penstock.sim.library import why_none
 from penstock.state import numa
 from penstock.state.arrays import StateArrays
 from penstock.state.buffers import FIRST_BUFFERS, Buffers
@@ -277,11 +278,20 @@ def open_resources(
             scratch_paths=tuple(path.absolute() / SCRATCH for path in budget.disk_paths),
             users=users_of(commits.store, ranks),
             threads=numa.thread_count(device),
-            machine=as_striped(machine, commits.store, ranks.size),
+            machine=as_striped(_if_simulated(machine, ranks), commits.store, ranks.size),
             rate=rate_name(spec, precision),
         )
         undo.pop_all()
         return resources
+
+
+def _if_simulated(machine: Machine | None, ranks: Ranks) -> Machine | None:
+    """The machine; None, and a warning, where the library is missing, on any rank, that steps are simulated with."""
+    missing = [why for why in ranks.gather_objects("simulator", why_none()) if why is not None]
+    if machine is None or not missing:
+        return machine
+    log.warning("the plan is made without predictions: %s", missing[0])
+    return None
 
 
 def _resume(

@@ -1,4 +1,4 @@
-"""Costs of gradients and weights between the device and the optimizer on the host, by the side that casts them.
+"""Costs of gradients between the device and the optimizer on the host, by the side that casts them.
 
 Casting on the device sends 2 bytes per parameter and not 4, and takes time on the device. Casting on the host costs no
 pass over memory, because the optimizer rounds what it reads and writes anyway. Which is faster depends on the link, and
@@ -45,21 +45,17 @@ def crossing_of(machine: Machine) -> Crossing:
         return machine.crossing
     device, host = machine.device, machine.host
     step = host.optimizer.get("adamw.bf16", 2 * host.copy / _STEP)
-    down, up = _BF16 / device.d2h, _FP32 / device.h2d
+    down = _BF16 / device.d2h
     if device.kind == "cpu":  # one memory: the cast is the copy
-        down = up = _CAST / (2 * host.copy)
+        down = _CAST / (2 * host.copy)
     elif "sgd.fp32" in device.optimizer:
-        cast = 1 / (_CASTS_PER_STEP * device.optimizer["sgd.fp32"])
-        down, up = down + cast, up + cast
+        down += 1 / (_CASTS_PER_STEP * device.optimizer["sgd.fp32"])
     return Crossing(
         grad_bf16=1 / down,
         grad_fp32=device.d2h / _FP32,
-        weights_bf16=device.h2d / _BF16,
-        weights_fp32=1 / up,
         step=step,
         step_grad_bf16=step * _STEP / (_STEP - _BF16),
         step_grad_rounded=step,
-        step_no_copy=step,
     )
 
 
@@ -71,25 +67,14 @@ def gradient_seconds(crossing: Crossing) -> dict[Side, float]:
     }
 
 
-def weights_seconds(crossing: Crossing) -> dict[Side, float]:
-    """Seconds per parameter of an AdamW step and of its weights' way to the device, by the side that casts them."""
-    return {
-        "device": 1 / crossing.step_no_copy + 1 / crossing.weights_fp32,
-        "host": 1 / crossing.step + 1 / crossing.weights_bf16,
-    }
-
-
 def faster_casts(crossing: Crossing) -> str:
-    """A line on the side that had better cast gradients and weights between fp32 and bf16."""
-    return f"{_faster('gradients', gradient_seconds(crossing))}; {_faster('weights', weights_seconds(crossing))}"
-
-
-def _faster(what: str, seconds: dict[Side, float]) -> str:
-    """The side with which the link and the step together take less, and how much less."""
+    """A line on the side that had better cast gradients to bf16, by the link and the step together."""
+    seconds = gradient_seconds(crossing)
     ratio = seconds["host"] / seconds["device"]
     if max(ratio, 1 / ratio) < _AS_FAST:
-        return f"{what} are as fast either way"
-    return f"{what} are {max(ratio, 1 / ratio):.2f}x as fast if the {'device' if ratio > 1 else 'optimizer'} casts them"
+        return "gradients are as fast either way"
+    who = "device" if ratio > 1 else "optimizer"
+    return f"gradients are {max(ratio, 1 / ratio):.2f}x as fast if the {who} casts them"
 
 
 def step_rate(machine: Machine, optimizer: str, reads: Reads) -> float:
@@ -127,7 +112,5 @@ def with_faster_link(machine: Machine, factor: float) -> Machine:
         crossing,
         grad_bf16=faster(crossing.grad_bf16, _BF16 / old.d2h),
         grad_fp32=faster(crossing.grad_fp32, _FP32 / old.d2h),
-        weights_bf16=faster(crossing.weights_bf16, _BF16 / old.h2d),
-        weights_fp32=faster(crossing.weights_fp32, _FP32 / old.h2d),
     )
     return replace(machine, device=device, crossing=scaled)

@@ -5,17 +5,15 @@ is busy too, so that a duplex link has the same two rates and a shared one has a
 """
 
 import json
-import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from penstock.config import Tier
-from penstock.documents.text import MalformedError, read_text
+from penstock.documents.text import MalformedError, parse_json, read_text
+from penstock.documents.typed import decode, hints_of, shown
 from penstock.errors import ConfigError
 from penstock.schedule.ir.lanes import LANES
 
@@ -134,34 +132,25 @@ class Device:
 class Crossing:
     """Parameters/s between the device's buffers and the optimizer on the host, by where fp32 becomes bf16.
 
-    The first four are the link's: of a gradient and of weights, by the dtype that crosses. The others are of an AdamW
-    step on the host beside bf16 weights, by what it reads and writes. A plan that casts gradients on the device takes
-    ``grad_bf16`` and ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and
-    ``step_grad_rounded``. Weights that the optimizer casts: ``step``, then ``weights_bf16``; that the device casts:
-    ``step_no_copy``, then ``weights_fp32``.
+    The first two are the link's, of a gradient by the dtype that crosses. The others are of an AdamW step on the host
+    that writes the bf16 copy, by what it reads. A plan that casts gradients on the device takes ``grad_bf16`` and
+    ``step_grad_bf16``; one that lets the optimizer round them, ``grad_fp32`` and ``step_grad_rounded``.
     """
 
     grad_bf16: float
     """cast on the device, then 2 bytes over d2h; one after the other"""
     grad_fp32: float
     """4 bytes over d2h"""
-    weights_bf16: float
-    """2 bytes over h2d"""
-    weights_fp32: float
-    """4 bytes over h2d, then cast on the device"""
     step: float
-    """reads an fp32 gradient as it is, writes the bf16 copy"""
+    """reads an fp32 gradient as it is"""
     step_grad_bf16: float
-    """reads a bf16 gradient, writes the bf16 copy"""
+    """reads a bf16 gradient"""
     step_grad_rounded: float
-    """reads an fp32 gradient and rounds it to bf16, writes the bf16 copy"""
-    step_no_copy: float
-    """reads an fp32 gradient as it is, writes no copy beside the master"""
+    """reads an fp32 gradient and rounds it to bf16"""
 
-    def at(self, *, down: float, up: float, steps: float) -> "Crossing":
-        """At multiples of its rates: of gradients on their way down, of weights on theirs up, and of steps."""
-        paces = {"grad": down, "weights": up, "step": steps}
-        return at_pace(self, **{name: paces[name.partition("_")[0]] for name in vars(self)})
+    def at(self, *, down: float, steps: float) -> "Crossing":
+        """At multiples of its rates: of gradients on their way down, and of steps."""
+        return at_pace(self, **{name: down if name.startswith("grad") else steps for name in vars(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +280,8 @@ class Machine:
 
 
 _NOT_KEPT = {"file", "across", "of_sequence"}
+_FORMER = ("weights_bf16", "weights_fp32", "step_no_copy")
+"""Rates of ``crossing`` in profiles of before, for casts of weights on the device, which no plan makes."""
 
 
 def parse_machine(text: str, where: str) -> Machine:
@@ -299,20 +290,16 @@ def parse_machine(text: str, where: str) -> Machine:
     Raises:
         ConfigError: names the key that is missing, unknown, twice there, of a wrong type, or out of range.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-            raise ConfigError(f"{where}: key {twice[0]} is there twice in one object: keep one")
-        return dict(pairs)
-
     try:
-        data = json.loads(text, object_pairs_hook=once)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, thousands of brackets
-        raise ConfigError(f"{where}: this is not JSON ({error}). penstock doctor makes a machine profile") from None
-    machine: Machine = _build(Machine, data, where, "")
-    return machine
+        data = parse_json(text, numbers=_number)
+        if isinstance(data, dict) and isinstance(crossing := data.get("crossing"), dict):
+            data["crossing"] = {key: rate for key, rate in crossing.items() if key not in _FORMER}
+        found: Machine = _in_range(decode(Machine, data), Machine, "", "")
+        if own := [name for name in sorted(_NOT_KEPT) if getattr(found, name)]:
+            raise MalformedError(f"{own[0]} is no part of a profile")
+    except MalformedError as error:
+        raise ConfigError(f"{where}: {error}. penstock doctor makes a machine profile") from None
+    return found
 
 
 def load_machine(path: Path) -> Machine:
@@ -334,92 +321,45 @@ _MOST_OF_OTHERS = 1e21
 """No machine is near these limits, and what is within them neither overflows nor takes for ever to simulate."""
 
 
-def _build(kind: type, data: Any, where: str, at: str) -> Any:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: {at or 'the profile'} must be an object with keys, not {_shown(data)}")
-    known = {name: hint for name, hint in get_type_hints(kind).items() if name not in _NOT_KEPT}
-    prefix = f"{at}." if at else ""
-    if unknown := sorted(data.keys() - known.keys()):
-        raise ConfigError(f"{where}: unknown key {prefix}{unknown[0]}. Known: {', '.join(known)}")
-    values = {name: _value(known[name], name, data[name], where, f"{prefix}{name}") for name in known if name in data}
-    try:
-        return kind(**values)
-    except TypeError:
-        needed = [n for n in known if n not in data]
-        raise ConfigError(f"{where}: key {prefix}{needed[0]} is missing") from None
+def _number(text: str) -> float:
+    """A number with a point or an exponent, as one without where it is whole: sizes may be written as 64e9."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 1 << 53 else number
 
 
-def _value(hint: Any, name: str, value: Any, where: str, at: str) -> Any:
-    """A value of a field called ``name`` with this type."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
-        return None
-    kind, within = kinds[0], get_args(kinds[0])
-    if is_dataclass(kind):
-        return _build(cast(type, kind), value, where, at)
-    if get_origin(kind) is tuple:
-        items = _list(value, where, at)
-        if within[0] is str:
-            return tuple(map(str, items))
-        return tuple(_build(within[0], item, where, f"{at}[{i}]") for i, item in enumerate(items))
-    if get_origin(kind) is Mapping:
-        if not isinstance(value, dict) or (name == "flops" and not value):
-            raise ConfigError(f"{where}: {at} must be an object of numbers, not {_shown(value)}")
+def _in_range(value: Any, hint: Any, name: str, at: str) -> Any:
+    """A value of a field called ``name``, with floats where its type says so; raises MalformedError."""
+    if is_dataclass(value) and not isinstance(value, type):
+        hints, prefix = hints_of(type(value)), f"{at}." if at else ""
+        parts = {key: _in_range(getattr(value, key), kind, key, f"{prefix}{key}") for key, kind in hints.items()}
+        return replace(value, **parts)
+    if isinstance(value, tuple):
+        return tuple(_in_range(item, hint, name, f"{at}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, Mapping):
+        if name == "flops" and not value:
+            raise MalformedError(f"{at} must have a number for each dtype, and has none")
         if name == "contention" and (wrong := [key for key in value if not _is_pair(key)]):
-            raise ConfigError(f"{where}: {at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
-        return {key: _number(v, where, f"{at}.{key}", name) for key, v in value.items()}
-    if get_origin(kind) is Literal:
-        if value not in within:
-            raise ConfigError(f"{where}: {at}={_shown(value)} is not {' or '.join(within)}")
+            raise MalformedError(f"{at}.{wrong[0]}: a pair of lanes is written 'cpu+read'")
+        return {key: _in_range(item, float, name, f"{at}.{key}") for key, item in value.items()}
+    if isinstance(value, str) or value is None:
+        if name == "at" and not _has_zone(value):
+            raise MalformedError(f"{at}={shown(value)} is not a time with its zone, as 2026-01-31T12:00:00+00:00 is")
         return value
-    if name == "at":
-        return _time(value, where, at)
-    if kind is not str:
-        return _number(value, where, at, name, whole=kind is int)
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {at}={_shown(value)} is not a text")
-    return value
+    zero, most = name in _MAY_BE_ZERO, _MOST.get(name, _MOST_OF_OTHERS)
+    if value < 0 or (value == 0 and not zero):
+        raise MalformedError(f"{at}={value} must be {'at least' if zero else 'more than'} 0")
+    if value > most or (value < 1 and not zero):
+        raise MalformedError(f"{at}={value} must be from {0 if zero else 1} to {most:g}")
+    return value if hint in (int, int | None) else float(value)
 
 
-def _time(value: Any, where: str, at: str) -> str:
+def _has_zone(text: str | None) -> bool:
     try:
-        if datetime.fromisoformat(value).tzinfo is not None:
-            return str(value)
-    except (TypeError, ValueError):
-        pass
-    raise ConfigError(f"{where}: {at}={_shown(value)} is not a time with its zone, as 2026-01-31T12:00:00+00:00 is")
+        return datetime.fromisoformat(text or "").tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _is_pair(key: str) -> bool:
     first, plus, second = key.partition("+")
     return bool(plus) and {first, second} <= set(LANES) and first != second
-
-
-def _list(value: Any, where: str, at: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{where}: {at} must be a list, not {_shown(value)}")
-    return value
-
-
-def _number(value: Any, where: str, at: str, name: str, *, whole: bool = False) -> float:
-    """A number in the range of a key called ``name``."""
-    shown, most = _shown(value), _MOST.get(name, _MOST_OF_OTHERS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == math.inf:
-        raise ConfigError(f"{where}: {at}={shown} is not a number")
-    zero = name in _MAY_BE_ZERO
-    if value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{where}: {at}={shown} must be {'at least' if zero else 'more than'} 0: measure it anew")
-    if value > most or (value < 1 and not zero):
-        raise ConfigError(f"{where}: {at}={shown} must be from {0 if zero else 1} to {most:g}: measure it anew")
-    if whole and value != int(value):
-        raise ConfigError(f"{where}: {at}={shown} must be a whole number")
-    return int(value) if whole else float(value)
-
-
-def _shown(value: Any) -> str:
-    """A value as Python writes it, or the beginning of that."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-_SHOWN = 60

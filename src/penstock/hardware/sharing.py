@@ -128,7 +128,7 @@ def _of_host(machine: Machine, ranks: int, threads: int | None) -> Machine:
         host=_host(machine.host, ranks, part),
         device=_device(machine, ranks, part, link),
         drives=_slowest([drives_of(machine.drives, rank, ranks) for rank in range(ranks)]),
-        crossing=machine.crossing and machine.crossing.at(down=link, up=link, steps=part),
+        crossing=machine.crossing and machine.crossing.at(down=link, steps=part),
     )
 
 

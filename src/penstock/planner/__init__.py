@@ -10,7 +10,6 @@
     proposals, search              propose, and the search that lets the simulator decide
     places, dealt, joint           ranks of a pipeline that are alike; the plans of all, and the world that they make;
                                    the search for them
-    alternatives                   a plan's update mode beside those that it could have had instead
     task, batches, forecast,       what is asked, how large a step should be, what follows from a plan, what would help
     roofline, advice, ask
 

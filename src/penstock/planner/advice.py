@@ -19,8 +19,9 @@ from penstock.hardware.drives import count_of
 from penstock.hardware.machine import Drive, at_pace
 from penstock.planner.batches import MOST_MICRO_BATCHES
 from penstock.planner.endurance import EnduranceError
+from penstock.planner.proposals import Proposals
 from penstock.planner.question import Question
-from penstock.planner.search import Choice, estimate, estimate_lasting, fits, hopeless, search
+from penstock.planner.search import Choice, estimate, estimate_lasting, search
 from penstock.planner.task import Task
 
 WORTH_SAYING = 1.02
@@ -145,6 +146,8 @@ def _variants(task: Task, size: int, count: int, chosen: Family) -> Iterator[_Va
         yield from variant(words, grad_dtype="bf16")
     if task.speculate is False and task.may_speculate:
         yield from variant("speculate: steps before the norm is known", speculate=None)
+    if task.speculate:
+        yield from variant("waiting for the norm instead of speculate: true", speculate=False)
     if task.delay is not None and chosen == "vertical":
         yield from variant("a delay that the planner chooses", delay=None)
     if chosen == "horizontal":
@@ -170,7 +173,7 @@ def _more(now: int, step: int) -> int:
 def refusal(task: Task, micro_batch_size: int, micro_batches: int, why: BudgetError | None) -> BudgetError:
     """The error for what does not fit: each tier's smallest growth that makes it fit, the smallest one first."""
     growth: list[tuple[int, str]] = []
-    if (never := hopeless(task.question(micro_batch_size, micro_batches))) is not None:
+    if (never := Proposals(task.question(micro_batch_size, micro_batches)).hopeless()) is not None:
         return BudgetError(f"{_cut(task, micro_batch_size, micro_batches)} cannot be planned: {never}")
     for tier in _tiers(task):
         needed = _least(task, micro_batch_size, micro_batches, tier)
@@ -261,7 +264,7 @@ def _least(task: Task, size: int, count: int, tier: Tier) -> int | None:
     part in 128. None: none does."""
 
     def enough(nbytes: int) -> bool:
-        return fits(_with(task, tier, nbytes).question(size, count))
+        return Proposals(_with(task, tier, nbytes).question(size, count)).fits()
 
     if not enough(_MOST):
         return None
@@ -303,7 +306,7 @@ def _fits_on_disk(task: Task, size: int, count: int) -> bool:
         budget=replace(task.budget, disk=[drive.path for drive in drives]),
         disk_free=task.disk_free if known else _MOST,
     )
-    return fits(there.question(size, count))
+    return Proposals(there.question(size, count)).fits()
 
 
 def _tiers(task: Task) -> tuple[Tier, ...]:
@@ -314,7 +317,7 @@ def _tiers(task: Task) -> tuple[Tier, ...]:
 def _does_not_fit(task: Task, size: int, count: int) -> str:
     given = ", ".join(f"{format_size(task.given[tier])} of {tier}" for tier in _tiers(task))
     question = task.question(size, count)
-    large = fits(replace(question, most_ops=None))
+    large = Proposals(replace(question, most_ops=None)).fits()
     but = f" with a schedule of at most {question.most_ops:,} ops, and larger ones are not planned" if large else ""
     return f"{_cut(task, size, count)} does not fit in {given}{but}."
 

@@ -40,7 +40,6 @@ def as_json(report: "PlanReport") -> dict[str, Any]:
             "phases": {phase: {"lane": lane, "seconds": s} for phase, (lane, s) in f.phases.items()},
         },
         "plan": _plan(f),
-        "update_modes": asdict(report.alternatives) | {"others": [asdict(one) for one in report.alternatives.others]},
         "lanes": {
             lane: {"bytes": x.nbytes, "work_seconds": x.work, "busy_seconds": x.busy} for lane, x in f.lanes.items()
         },

@@ -16,7 +16,6 @@ from penstock.hardware.machine import DeviceKind, Machine
 from penstock.hardware.profiles import find_profile, machine_named, on_directories, why_none
 from penstock.hardware.sharing import room_of_each
 from penstock.planner.advice import Advice, advice, refusal, worn_out
-from penstock.planner.alternatives import Alternatives, alternatives
 from penstock.planner.arguments import PlanArguments, PlanSettings, check_drives, check_model
 from penstock.planner.batches import MOST_MICRO_BATCHES, Point, Split, choose, curve, cuts, saturating, splits
 from penstock.planner.durability import Weighed, settled, undecided, weigh
@@ -24,9 +23,10 @@ from penstock.planner.endurance import EnduranceError
 from penstock.planner.forecast import Forecast, WholeRun
 from penstock.planner.longest import Longest, longest
 from penstock.planner.plan import Plan
+from penstock.planner.proposals import Proposals
 from penstock.planner.question import FAMILIES
 from penstock.planner.roofline import Roofline, roofline
-from penstock.planner.search import Choice, fits, search
+from penstock.planner.search import Choice, search
 from penstock.planner.task import Task, own_budget
 from penstock.shape.huggingface import model_shape
 from penstock.shape.model import ModelShape
@@ -42,7 +42,6 @@ class PlanReport:
     | ``curve`` | vertical and horizontal over the global batch, by the linear program; of several ranks nothing |
     | ``roofline`` | what compute, disk, host and link allow with all state on disk; compute, with every graph kept that
     may be |
-    | ``alternatives`` | the update mode (waiting, speculating, a delay), and what the others would cost |
     | ``advice`` | what would make it faster, best first; of several ranks nothing |
     | ``longest`` | the longest sequences that would fit; None: none does |
     | ``notes`` | what to know about the machine's profile and the budget |
@@ -75,10 +74,6 @@ class PlanReport:
         most = roofline(f.choice.question, tokens, 1.0 if f.choice.request.most_graphs else 0.0)
         found = roofline(f.choice.question, tokens, plan.graphs_kept / max(plan.calls, 1))
         return replace(found, compute_tokens_per_second=most.compute_tokens_per_second)  # other batches may keep more
-
-    @cached_property
-    def alternatives(self) -> Alternatives:
-        return alternatives(self.forecast.choice)
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
@@ -291,7 +286,7 @@ def refused_batch(task: Task, batch: int, why: BudgetError) -> BudgetError:
 
 def _fits_whole(task: Task, batch: int) -> bool:
     """True if a batch fits in some cut: in whole groups, too, and not only in shares of them."""
-    return any(fits(task.question(s.micro_batch_size, s.micro_batches)) for s in splits(task, batch))
+    return any(Proposals(task.question(s.micro_batch_size, s.micro_batches)).fits() for s in splits(task, batch))
 
 
 def _halves(batch: int) -> Iterator[int]:

@@ -201,7 +201,7 @@ def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
         drives=tuple(at_pace(one.steady, **drive) for one in machine.drives),
         device=at_pace(machine.device, h2d=up, h2d_both=up, d2h=down, d2h_both=down),
         host=at_pace(machine.host, optimizer=steps),
-        crossing=machine.crossing and machine.crossing.at(down=down, up=up, steps=steps),  # else the other rates tell
+        crossing=machine.crossing and machine.crossing.at(down=down, steps=steps),  # else the other rates tell
         network=machine.network and machine.network.at(by("net")),
         across=machine.across and machine.across.at(by("nic")),
         contention={pair: value / _less(*_both(pair), factors) for pair, value in machine.contention.items()},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
-from penstock.planner.search import fits
+from penstock.planner.proposals import Proposals
 from penstock.planner.task import Task
 
 SHORTEST = 2
@@ -37,7 +37,7 @@ def longest(task: Task) -> Longest | None:
         except ConfigError:  # more positions than the model has
             refused.add(tokens)
             return False
-        return fits(longer.question(1, 1))
+        return Proposals(longer.question(1, 1)).fits()
 
     most, beyond, end = SHORTEST - 1, _FIRST, _MOST + 1
     while beyond < end and fit(beyond):

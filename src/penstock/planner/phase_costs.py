@@ -223,8 +223,3 @@ class PhaseCosts:
     def late(self, g: int) -> float:
         """The share of a group's chunks that is delayed if they step in host memory."""
         return 1.0 if self.s.delay and g in self.request.program.last_stepped else self.s.delay
-
-
-def by_lane(load: Load) -> Mapping[str, float]:
-    """Seconds of each lane over all phases."""
-    return {lane: float(load[:, i].sum()) for lane, i in _LANE.items()}

@@ -57,8 +57,6 @@ Sizes = NDArray[np.float64]
 """Bytes by tier, in the order of ``TIERS``."""
 
 _EPSILON = 1e-4
-_TOLERANCE = 1e-7
-"""The excess over a limit that still counts as within it, as in HiGHS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,8 +334,6 @@ class _Model:
             np.concatenate((sizes, writing, self._graph_rows(on, len(columns) + len(waits)))),
             np.concatenate((most, least, np.zeros(len(on)))),
         )
-        if len(on) == len(waits) == 1 and [column.kind for column in columns] == [*range(len(self.lp.classes))]:
-            return self._only(columns, on[0], waits[0], kept[self.phases :], sizes, most)
         wholes, counts = self._whole_rows(columns, on, waits)
         values = optimum(
             np.concatenate((self._times[:, kept], wholes, sizes)),
@@ -357,33 +353,6 @@ class _Model:
             graphs=float(values[first_g:first_z].sum()),
             gradients=dict(zip(waits, values[first_z:first_y], strict=True)),
             seconds=float(values[: self.phases].sum()) * self.unit,
-        )
-
-    def _only(
-        self,
-        columns: Sequence[_Column],
-        activations: Tier,
-        gradients: Waits,
-        kept: Sequence[int],
-        sizes: NDArray[np.float64],
-        most: NDArray[np.float64],
-    ) -> Shares | None:
-        """The solution where nothing is left to choose: tiers are given and every class has one home; None if it does
-        not fit. ``kept``: the columns after T; ``sizes``, ``most``: of ``_size_rows``."""
-        members = [len(self.lp.classes[column.kind].members) for column in columns]
-        counts = np.array([1.0, 0.0, 1.0, *members])
-        left = most - sizes[:, self.phases :] @ counts
-        if (left < -_TOLERANCE).any():
-            return None
-        each = sizes[:, self.phases + 1]
-        counts[1] = min([self.lp.most_graphs, *(np.maximum(left, 0)[each > 0] / each[each > 0])])
-        load = self.lp.loads.of_compute + np.tensordot(counts, self._loads[np.array(kept) - self.phases], 1) * self.unit
-        return Shares(
-            homes=tuple({column.home: float(n)} for column, n in zip(columns, members, strict=True)),
-            activations={activations: 1.0},
-            gradients={gradients: 1.0},
-            seconds=self.lp.bound.seconds(load),
-            graphs=float(counts[1]),
         )
 
     def _time_rows(self, loads: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.config import Tier, format_size
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule, chunk_of, graphs_kept
 from penstock.schedule.place import FP32, Settings
@@ -71,27 +70,3 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         return self.schedule.peak_bytes("host")
-
-    def describe(self) -> str:
-        """A few lines for people: what lives where, and the peak of each tier."""
-        place = self.settings.place
-
-        def shares(tiers: tuple[Tier, ...]) -> str:
-            sizes: dict[Tier, int] = dict.fromkeys(tiers, 0)
-            for group, tier in zip(self.program.groups, tiers, strict=True):
-                sizes[tier] += group.numel
-            total = sum(sizes.values())
-            return ", ".join(f"{100 * n / total:.0f}% {tier}" for tier, n in sizes.items() if n)
-
-        waiting = [self.settings.waits(g.index) for g in self.program.groups if g.trainable]
-        wait = f"wait on {place.gradients}" if any(waiting) else "are stepped as they come"
-        return "\n".join(
-            (
-                f"state {format_size(self.state_bytes)}",
-                f"weights {shares(place.weights)}; optimizer {shares(place.state)}",
-                f"saved activations on {place.activations}; gradients {wait}",
-                f"{self.schedule.name}, {self.settings.micro_batches} micro-batches, {len(self.schedule.ops)} ops",
-                f"chunks of {format_size(self.settings.chunk * FP32)} of fp32",
-                f"peak device {format_size(self.device_bytes)}, host {format_size(self.host_bytes)}",
-            )
-        )

@@ -202,16 +202,6 @@ def _least(question: Question) -> float:
     return min(proposals.least(request) for request in proposals.q.requests)
 
 
-def fits(question: Question) -> bool:
-    """True if the search would find anything, without a simulation."""
-    return Proposals(question).fits()
-
-
-def hopeless(question: Question) -> str | None:
-    """The reason that nothing fits whatever the sizes of tiers are, and what to do; None: their sizes decide."""
-    return Proposals(question).hopeless()
-
-
 class _Search:
     """One search, and what it has simulated so far."""
 

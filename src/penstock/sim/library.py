@@ -1,12 +1,7 @@
-"""The simulation in native code: the events of ``simulate``, with the same bits.
-
-``_simulate.so`` beside this file does it (``native/``, built by CMake), without Python's lock. Where there is none,
-``simulate`` runs the events itself, which a warning says: it takes longer, and gives the same.
-"""
+"""The events of a simulation in native code: ``_simulate.so``, which CMake builds from ``native/``."""
 
 import ctypes
 import functools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import ConfigError, ScheduleError
 from penstock.native import HOW_TO_BUILD, address, load
 from penstock.schedule.ir.lanes import LANES
 from penstock.schedule.ir.worlds import World
@@ -21,13 +17,10 @@ from penstock.sim.costs import Costs
 from penstock.sim.result import Columns
 from penstock.sim.template import Rank, Template
 
-log = logging.getLogger("penstock")
-
 ABI = 1  # penstock_abi() in native/simulate.cpp
 PATH = Path(__file__).with_name("_simulate.so")
 _MOST = 1 << 30
-"""A larger number is run in Python. A pool's is that of its free buffers, to which those are added that are held when
-the step starts."""
+"""The largest number that native code counts to."""
 Numbers = npt.NDArray[np.int32] | npt.NDArray[np.float64]
 
 
@@ -79,11 +72,11 @@ class _Kept:
 
     def numbers(self, values: Sequence[int]) -> int:
         """Raises:
-        OverflowError: one of them is larger than ``_MOST``.
+        ScheduleError: one of them is larger than ``_MOST``.
         """
         found = np.array(values, dtype=np.int64)
         if found.size and not -_MOST <= found.min() <= found.max() <= _MOST:
-            raise OverflowError
+            raise ScheduleError(f"a step of more than {_MOST:,} ops or micro-batches cannot be simulated")
         return self._address(found.astype(np.int32))
 
     def floats(self, values: Sequence[float]) -> int:
@@ -115,14 +108,18 @@ class Library:
         self._calls.penstock_simulate.restype = ctypes.c_int64
 
     def run(self, world: World, ranks: Sequence[Rank]) -> Columns | None:
-        """One step of every rank. None: no rank can go on, or a message is lost, or there is no memory for it; or a
-        pool has more buffers, or a micro-batch a higher number, than native code counts."""
+        """One step of every rank. None: no rank can go on, or a message is lost.
+
+        Raises:
+            ScheduleError: it is too large to be counted.
+            MemoryError: there is no memory for it.
+        """
         kept, columns = _Kept(), Columns.empty(sum(len(rank.template.ops) for rank in ranks))
-        try:
-            asked = _world(kept, world, ranks, columns)
-        except OverflowError:
-            return None
-        return columns if self._calls.penstock_simulate(ctypes.byref(asked)) == 1 else None
+        asked = _world(kept, world, ranks, columns)
+        done = self._calls.penstock_simulate(ctypes.byref(asked))
+        if done < 0:
+            raise MemoryError
+        return columns if done else None
 
 
 def _world(kept: _Kept, world: World, ranks: Sequence[Rank], columns: Columns) -> _World:
@@ -154,14 +151,15 @@ def _world(kept: _Kept, world: World, ranks: Sequence[Rank], columns: Columns) -
 def _schedule(kept: _Kept, t: Template, met: Mapping[tuple[str, str], int]) -> _Schedule:
     own = [met[key] for key in t.collectives]
     recvs = [[i for _, i in sorted(channel.items())] for channel in t.recvs]
+    most = sum(map(len, t.takes))  # buffers of a pool: more are as many
     return _Schedule(
         *(len(t.ops), len(t.queues), len(t.free)),
         kept.numbers(t.lane),
         kept.numbers(t.missing),
         kept.numbers([-1 if n < 0 else own[n] for n in t.collective]),
         kept.numbers(t.channel),
-        kept.numbers([op.id.micro_batch for op in t.ops]),
-        kept.numbers(t.free),
+        kept.numbers([op.id.micro_batch if op.peer >= 0 else 0 for op in t.ops]),
+        kept.numbers([min(free, most) for free in t.free]),
         kept.floats(t.seconds),
         *(part for lists in (t.queues, t.dependents, t.takes, t.gives, recvs) for part in kept.lists(lists)),
     )
@@ -173,10 +171,23 @@ def _costs(kept: _Kept, costs: Costs) -> _Costs:
 
 
 @functools.cache
-def library() -> Library | None:
-    """The library; None: it is not there."""
+def library() -> Library:
+    """The library of this installation.
+
+    Raises:
+        ConfigError: it is not there; says how to build it.
+    """
     try:
         return Library(PATH)
     except OSError as error:
-        log.warning("plans of many ranks take long, as Python simulates them: %s; %s", error, HOW_TO_BUILD)
-        return None
+        raise ConfigError(f"steps cannot be simulated: {error}; {HOW_TO_BUILD}") from None
+
+
+@functools.cache
+def why_none() -> str | None:
+    """The reason why nothing can be simulated here; None: it can."""
+    try:
+        library()
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -36,7 +36,6 @@ class Template:
         self.ops = ops
         self.schedule = schedule
         self.pools = {pool.name: i for i, pool in enumerate(schedule.pools)}
-        self.names = [pool.name for pool in schedule.pools]
         self.free = [pool.count for pool in schedule.pools]
         self.seconds = list(map(costs.seconds, ops))
         for op, seconds in zip(ops, self.seconds, strict=True):

@@ -1,8 +1,8 @@
-// The discrete-event simulation of all ranks' lanes, as ``sim/simulate.py`` has it, event by event. For ctypes.
+// The discrete-event simulation of all ranks' lanes that ``sim/simulate.py`` describes. For ctypes.
 //
-// Every number is made by the same operations of double precision in the same order as there, so that the bits are
-// those of Python: no contraction, no reassociation (CMakeLists.txt). What is wrong with a world is not said here: the
-// caller runs such a one in Python, which does.
+// Every number is made by the same operations of double precision in the same order as in ``tests/sim/events.py``, so
+// that the bits are those of Python: no contraction, no reassociation (CMakeLists.txt). What is wrong with a world is
+// not said here: the caller has it checked.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -42,7 +42,7 @@ struct Schedule {
     Lists recvs;                // by channel that comes in, ops in ascending order of their micro-batches
 };
 
-// How lanes of a rank slow each other down (``_Pace``).
+// How lanes of a rank slow each other down (``Costs``).
 struct Costs {
     int64_t sharing;
     const int32_t* widths;
