@@ -304,34 +304,20 @@ def test_a_rank_that_ends_early_is_said() -> None:
         assert "give all ranks the same calls" in f.said
 
 
-def in_order(mesh: DeviceMesh, call: str, same: bool) -> None:
-    """Two engines, whose calls one rank makes in the other order; or in the same one, late."""
-    watch.SILENT = 2.0
+def in_another_order(mesh: DeviceMesh, call: str) -> None:
+    """Two engines, whose calls one rank makes in the other order."""
     (step,) = micro_batches(mesh, 1)
     with wrap(CASE, budget(None), mesh=mesh) as first, wrap(CASE, budget(None), mesh=mesh) as second:
-        late = mesh.get_rank() == 1
-        if not same:
-            give_up_when_told([first, second])
-        for engine in (second, first) if late and not same else (first, second):
-            if late and same:
-                time.sleep(1.5 * watch.SILENT)
+        give_up_when_told([first, second])
+        for engine in (second, first) if mesh.get_rank() == 1 else (first, second):
             engine.close() if call == "close" else engine.step(step)
 
 
 @pytest.mark.parametrize("call", ["close", "step"])
 def test_of_calls_of_two_engines_in_different_orders_it_is_said_who_is_waited_for(call: str) -> None:
-    for f in World(2, in_order, call, False).outcomes():
+    for f in World(2, in_another_order, call).outcomes():
         assert f.kind == "RankError"
         assert re.search(r"TimeoutError: rank (0 .* for rank 1|1 .* for rank 0): all ranks make every call", f.said)
-
-
-def late_in_order(mesh: DeviceMesh) -> None:
-    for call in ("close", "step"):
-        in_order(mesh, call, True)
-
-
-def test_calls_of_two_engines_in_the_same_order_are_waited_for() -> None:
-    assert together(2, late_in_order) == [None, None]
 
 
 def alone_on(disk: Path) -> None:
