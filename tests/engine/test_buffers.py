@@ -1,7 +1,7 @@
 """Buffers of a model that are out of the ordinary: the numbers of a plain loop, or a refusal that says what to do."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.errors import ModelError
 from tests.models import Case, causal_lm
 from tests.stacks import WIDTH, Layer, Stack, of, stack
 from tests.sweep.configs import tiny
-from tests.training import budget, steps_of, wrap
+from tests.training import MicroBatches, budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,10 +24,10 @@ SGD = penstock.SGD(lr=0.1)
 STEPS = steps_of(stack(), 3)
 
 
-def plain(model: nn.Module, clip: float) -> tuple[list[float], nn.Module]:
-    """Losses of a plain loop over ``STEPS``, and the model as it ends."""
+def plain(model: nn.Module, clip: float, steps: Sequence[MicroBatches] = STEPS) -> tuple[list[float], nn.Module]:
+    """Losses of a plain loop over ``steps``, and the model as it ends."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for micro_batches in STEPS:
+    for micro_batches in steps:
         optimizer.zero_grad()
         each = []
         for micro_batch in micro_batches:
@@ -40,11 +40,17 @@ def plain(model: nn.Module, clip: float) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
-def assert_plain(build: Callable[[], nn.Module], where: penstock.Budget, clip: float = 100, **settings: Any) -> None:
+def assert_plain(
+    build: Callable[[], nn.Module],
+    where: penstock.Budget,
+    clip: float = 100,
+    steps: Sequence[MicroBatches] = STEPS,
+    **settings: Any,
+) -> None:
     case = of(build)
-    wanted, model = plain(case.model(), clip)
+    wanted, model = plain(case.model(), clip, steps)
     with wrap(case, where, optimizer=SGD, clip_grad_norm=clip, plan=None, **settings) as engine:
-        assert [engine.step(s).loss for s in STEPS] == pytest.approx(wanted, rel=1e-6)
+        assert [engine.step(s).loss for s in steps] == pytest.approx(wanted, rel=1e-6)
         found = engine.values().buffers
         assert all(torch.allclose(found[name], buffer) for name, buffer in model.named_buffers() if name in found)
 

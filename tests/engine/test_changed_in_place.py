@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.engine.test_buffers import SGD, STEPS, assert_plain, plain, refused
-from tests.stacks import Layer, Stack, of
-from tests.training import budget, wrap
+from tests.stacks import Layer, Stack, of, stack
+from tests.training import budget, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -304,6 +304,19 @@ OWN: dict[Run, type[nn.Module]] = {
 @pytest.mark.parametrize("run", OWN, ids=lambda run: run.__name__)
 def test_what_later_stages_read_is_each_micro_batch_s_own(run: Run, recompute: bool) -> None:
     assert_plain(building(run, OWN[run]), budget(None), clip=0.01, recompute=recompute)
+
+
+def told_by_the_length(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.config.scale = 2.0 if x.shape[1] > 4 else 1.0
+    return through(model, x)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_place_that_has_its_value_already_as_a_shape_is_probed_is_each_micro_batch_s_own(recompute: bool) -> None:
+    """The shape of sixteen tokens finds what that of eight has left: a change that its own probe cannot see."""
+    steps = [steps_of(stack(), 1, lengths=lengths)[0] for lengths in ((4, 4), (8, 8), (16, 16), (4, 16), (16, 4))]
+    build = building(told_by_the_length, Told)
+    assert_plain(build, budget(None), clip=0.01, steps=steps, recompute=recompute)
 
 
 # -- what nothing depends on -----------------------------------------------------------------------------------------

@@ -164,7 +164,8 @@ class Planning:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
         ranks, every = self._shared.ranks, list(probed.values())
         stages = self._join_ranks(every)  # first: it looks whether all have the same stages
-        facts = join_facts([p.facts for p in every])
+        known = (p.facts for found in self.probing.found.values() for p in found.values())
+        facts = join_facts([p.facts for p in every], known)
         check_probed(every, stages, self._asked, count, train=train)
         calls = {p.moved: p.handed for p in every}
         largest = max(nbytes, *(p.nbytes for p in every))

@@ -16,8 +16,11 @@ from penstock.tape.facts import StageFacts
 from penstock.tape.handed import HandedOn
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
-_OF_ANY = ("assigned", "buffers", "written", "finds", "undoes")
-"""Facts that hold for all micro-batches if they do for one."""
+_OF_PLACES = ("assigned", "finds", "undoes")
+"""Facts that hold for all micro-batches if they do for one, be it of another step: a forward that sets a place to what
+was there already changes nothing that its probe could see, as one behind others which set the same does."""
+_OF_ANY = ("buffers", "written")
+"""Facts that hold for all micro-batches of a step if they do for one."""
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
 
 
@@ -77,10 +80,14 @@ def _movable_for_all(known: Sequence[Places]) -> Places:
     return tuple(place for place in known[0] if all(place in places for places in known))
 
 
-def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ...]:
-    """The stages' facts by which the tape can run each of several micro-batches. ``probed``: those of each one."""
+def join_facts(
+    probed: Sequence[tuple[StageFacts, ...]], known: Iterable[tuple[StageFacts, ...]] = ()
+) -> tuple[StageFacts, ...]:
+    """The stages' facts by which the tape can run each of several micro-batches. ``probed``: those of each one;
+    ``known``: those of all that were probed so far, of which some may take other ways through the model."""
     joined = []
-    for same in zip(*probed, strict=True):
+    every = [*probed, *(facts for facts in known if [f.site for f in facts] == [f.site for f in probed[0]])]
+    for stage, same in enumerate(zip(*probed, strict=True)):
         facts = replace(
             same[0],
             offload=_movable_for_all([f.offload for f in same]),
@@ -88,6 +95,7 @@ def join_facts(probed: Sequence[tuple[StageFacts, ...]]) -> tuple[StageFacts, ..
             reachable=any(f.reachable for f in same),
             last=last_of_all([f.last for f in same]),
             **{name: tuple(dict.fromkeys(x for f in same for x in getattr(f, name))) for name in _OF_ANY},
+            **{n: tuple(dict.fromkeys(x for facts in every for x in getattr(facts[stage], n))) for n in _OF_PLACES},
         )
         joined.append(facts)
     return tuple(joined)
