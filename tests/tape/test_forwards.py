@@ -268,6 +268,14 @@ def test_older_and_newer_names_of_a_precision_agree_after_a_forward_that_sets_it
     assert torch.backends.fp32_precision == before
 
 
+def test_warnings_that_a_forward_records_are_its_own() -> None:
+    with warnings.catch_warnings(record=True) as outside:
+        warnings.simplefilter("always")
+        assert_exact(stack(Layer, through(lambda i, x: warnings.catch_warnings(record=True))))
+        warnings.warn("after", stacklevel=1)
+    assert [str(w.message) for w in outside] == ["after"]
+
+
 class Drops(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.3, self.training)

@@ -164,7 +164,7 @@ class Elsewhere:
                 assert made is not None
                 suspended = self._tape.suspended[mb]
                 now = suspended.modes_now()
-                replace(call.modes, beside=now.beside).apply(suspended.flags, now)
+                replace(call.modes, beside=now.beside, python=now.python).apply(suspended.flags, now)
                 args, kwargs = fill(call, made, self._shared[mb])
                 made = None  # nothing here holds what a block was handed while another micro-batch runs
                 made = trees.tensors(site.module.forward(*args, **kwargs))[0]

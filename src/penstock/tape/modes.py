@@ -1,13 +1,11 @@
 """torch's switches, which a suspended forward must carry by itself: captured and applied again.
 
 Some belong to a thread (grad mode, autocast), some to the process (the default dtype, which kernels are allowed, where
-Python prints, and which warnings it shows), and ``training`` to each module. What cannot be carried, as it is a stack
-that others go on building on, is refused where a block is called inside of it.
+Python prints and warns), and ``training`` to each module. What cannot be carried, as it is a stack that others go on
+building on, is refused where a block is called inside of it.
 """
 
 import operator
-import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.compat import torch as private
+from penstock.compat.python import listening, set_listening
 from penstock.errors import ModelError
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -95,16 +94,13 @@ _SWITCHES: tuple[_Switch, ...] = (
 )
 """Switches of the whole process that decide numbers: how each is read, and how it is set."""
 
-_PRINTING = (_attribute(sys, "stdout"), _attribute(sys, "stderr"))
 _BESIDE: tuple[_Switch, ...] = (
-    *_PRINTING,
-    _attribute(warnings, "filters"),
-    _attribute(warnings, "showwarning"),
     (_anomalies, _set_anomalies),
     (private.is_multithreading_enabled, torch.autograd.set_multithreading_enabled),
     (torch.get_num_threads, torch.set_num_threads),
 )
-"""Switches that decide no number of a call: printing, warnings, debugging, and threads."""
+"""Switches that decide no number of a call: debugging, and threads."""
+
 
 _NO_MODULE = frozenset[nn.Module]()
 
@@ -155,8 +151,8 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """torch's switches as they stand at one place of a forward. ``switched``: as of ``TrainingFlags``. ``beside``
-    makes no difference between two calls."""
+    """torch's switches as they stand at one place of a forward. ``switched``: as of ``TrainingFlags``. ``beside``, and
+    ``python``'s of its own, make no difference between two calls."""
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -164,6 +160,7 @@ class Modes:
     switches: tuple[Any, ...]
     switched: frozenset[nn.Module]
     beside: tuple[Any, ...] = field(compare=False)
+    python: tuple[Any, ...] = field(compare=False)
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], flags: TrainingFlags) -> "Modes":
@@ -174,12 +171,12 @@ class Modes:
             switches=tuple([read() for read, _ in _SWITCHES]),
             switched=flags.switched(),
             beside=tuple([read() for read, _ in _BESIDE]),
+            python=listening(),
         )
 
     def printing_as(self, other: "Modes") -> "Modes":
         """These, but for where Python prints: a file that a call has printed to may be closed when it runs again."""
-        count = len(_PRINTING)
-        return replace(self, beside=(*other.beside[:count], *self.beside[count:]))
+        return replace(self, python=(*other.python[:2], *self.python[2:]))
 
     def apply(self, flags: TrainingFlags, now: "Modes") -> None:
         """Switch to these. ``now``: as they stand."""
@@ -193,6 +190,8 @@ class Modes:
             _set(_SWITCHES, self.switches)
         if self.beside != now.beside:
             _set(_BESIDE, self.beside)
+        if any(mine is not other for mine, other in zip(self.python, now.python, strict=True)):
+            set_listening(self.python)
         if self.switched != now.switched:
             flags.switch(self.switched)
 
