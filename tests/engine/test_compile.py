@@ -1,6 +1,6 @@
 """Blocks by ``torch.compile``: one compilation for all that are alike, weights that move, the bits of any schedule."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,41 +190,6 @@ def test_a_block_that_cannot_be_compiled_says_why(tmp_path: Path) -> None:
             compile="eager",
         )
     assert "leave compile out" in str(caught.value)
-
-
-class Noting(nn.Linear):
-    """Keeps a tensor that depends on the micro-batch, and one that does not."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean, self.noise = x.detach().mean(), torch.rand(8)
-        return super().forward(x)
-
-
-class Reading(nn.Module):
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Noting(8, 8) for _ in range(2))
-        self.read = read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return (x * self.read(self.layers[0])).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("read", "name"), [(lambda block: block.noise, "noise"), (lambda block: float(block.mean), "mean")]
-)
-def test_what_compiled_blocks_keep_for_others_is_refused(read: Callable[[Any], Any], name: str, tmp_path: Path) -> None:
-    """What they assign is not seen, so that it would be another micro-batch's."""
-    with pytest.raises(ModelError, match=f"made, not returned .it came by attribute '{name}' of 'layers.0'"):
-        run(
-            Reading(read),
-            tmp_path,
-            [[{"x": torch.ones(2, 8)}]],
-            loss_fn=lambda model, micro_batch: model(micro_batch["x"]),
-            compile="eager",
-        )
 
 
 def test_too_many_shapes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,6 @@ class Scaled(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.largest = float(x.detach().abs().max())
-        self.mean, self.table = x.detach().mean(), torch.arange(x.shape[1], dtype=x.dtype)[:, None]
         return super().forward(x) * self.scale
 
 
@@ -100,20 +99,11 @@ def read_of_blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
     return through(model, x) * sum(layer.largest for layer in model.layers)
 
 
-def read_as_numbers(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return through(model, x) * sum(float(layer.mean) for layer in model.layers)
-
-
-def a_table_of_a_block(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return through(model, x) + model.layers[0].table
-
-
 PATTERNS = {
     pattern.__name__: pattern
     for pattern in (
         *(a_tensor, a_tensor_with_a_gradient, a_number, a_number_of_the_data, one_that_goes_away, a_new_list),
-        *(between_blocks, a_buffer, told, told_one_after_the_other, read_of_blocks, read_as_numbers),
-        a_table_of_a_block,
+        *(between_blocks, a_buffer, told, told_one_after_the_other, read_of_blocks),
     )
 }
 

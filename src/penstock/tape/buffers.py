@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.compat.modules import buffers_of, persistent_buffers
-from penstock.compat.torch import storage_key, version
+from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.generators import Generator, States, of_modules
@@ -150,15 +150,19 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if is_own(key)}
 
 
-def attribute_with(tensor: torch.Tensor, model: nn.Module) -> str | None:
-    """The plain attribute of a model's modules that a tensor's memory is found in, in words."""
-    if not trees.has_storage(tensor):
-        return None
-    for path, module in model.named_modules():
-        for key, value in attributes_of(module).items():
-            if storage_key(tensor) in {storage_key(t) for t in trees.tensors(value) if trees.has_storage(t)}:
-                return f"attribute {key!r} of {path or type(module).__name__!r}"
-    return None
+def tensor_attributes(module: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among the plain attributes of a module, which is called ``name``, and of those within it, each with
+    its attribute in words: the first one with the value that it is in, as many modules have the same config."""
+    values = {
+        id(value): (value, key, path)
+        for path, owner in reversed([*module.named_modules()])
+        for key, value in attributes_of(owner).items()
+    }
+    return [
+        (f"attribute {key!r} of {f'{name}.{path}' if path else name!r}", tensor)
+        for value, key, path in values.values()
+        for tensor in trees.tensors(value)
+    ]
 
 
 def is_own(name: str) -> bool:

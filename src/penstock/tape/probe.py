@@ -22,7 +22,7 @@ from penstock.tape import early_stop, graph, trees
 from penstock.tape.accesses import Accesses
 from penstock.tape.again import Again, settle
 from penstock.tape.asked import Asked
-from penstock.tape.buffers import ModulesBefore, attributes_beside, copies
+from penstock.tape.buffers import ModulesBefore, attributes_beside, copies, tensor_attributes
 from penstock.tape.changes import Changes, Overwritten
 from penstock.tape.facts import Learned, Site
 from penstock.tape.handed import Calls, HandedOn
@@ -33,7 +33,7 @@ from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import versions
 from penstock.tape.places import Holder, values_in
-from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of
+from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of, left_on, refuse_kept
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
 from penstock.tape.waits import Waits
@@ -70,7 +70,7 @@ class Probe:
         self._calling: Site | None = None  # the block that runs, forward or again
         self._before: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # what a call has written to, as it was
         self._watch = Watch(self._group_of, self._touch, self._note_write, self._on_op)
-        self._smuggled = Smuggled(tape, self._watch, self._group_of)
+        self._smuggled = Smuggled(self._watch, self._group_of, tape.aliases, tape.generators.values())
         names = {id(s.parameter): s.name for g in tape.groups for s in g.slices}
         self._views = WeightViews(self._packer, names, tape.aliases)
         self._ahead = Ahead(self._group_of, self._bring)
@@ -124,6 +124,7 @@ class Probe:
             self._run_forward(suspended)
         self._forward_done = True
         self._refuse_replaced(tape.model)
+        refuse_kept(self._segments)
         self._views.refuse()
         self._smuggled.refuse()
         carried = self._smuggled.carries(before, self._accesses)
@@ -354,7 +355,7 @@ class Probe:
             self._handed |= {id(place.of) for place, _ in arrival.within}
             self._lasting.update(dict.fromkeys(self._search.ways_to({place for place, _ in arrival.within})))
         segment.inputs = [self._see(place, t) for place, t in arrival.tensors.items()]
-        before = ModulesBefore(site.module)
+        before, attributes = ModulesBefore(site.module), tensor_attributes(site.module, site.name)
         products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         during = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
@@ -377,6 +378,7 @@ class Probe:
         self._changes.look(self._watch.segment, block=site.index)
         segment.outputs = [self._see(place, t) for place, t in trees.places(suspended.outputs).items()]
         returned_births = {id(seen.birth) for seen in segment.outputs}
+        segment.left = left_on(site, attributes, returned_births, self._watch.birth)
         segment.facts.buffers = tuple((b.module, b.name) for b in changed)
         segment.facts.reachable = self._watch.has_left(self._watch.segment, returned_births)
 

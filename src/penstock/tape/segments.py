@@ -10,10 +10,12 @@ from itertools import compress
 
 import torch
 
+from penstock.errors import ModelError
 from penstock.schedule.place import end_to_end
 from penstock.schedule.program import Stage
 from penstock.schedule.work import NOTHING, BothWays, Work
 from penstock.tape import trees
+from penstock.tape.buffers import tensor_attributes
 from penstock.tape.facts import Site, StageFacts
 from penstock.tape.kept_graph import Footprint
 from penstock.tape.places import Held, Holder
@@ -59,7 +61,8 @@ class InTwo:
 class Segment:
     """A piece of the forward between two events: a call (of ``site``), or the model's own code (None).
 
-    ``facts``: as far as they are known. Of a call: ``reached`` says for each output whether a gradient came to it;
+    ``facts``: as far as they are known. Of a call: ``left``: the tensors that it has left on the block's modules, in
+    words; ``reached`` says for each output whether a gradient came to it;
     ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph`` the bytes that its graph
     takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``; ``own``: what the
     micro-batch's forward had left in attributes that it has read. ``assigned``: as of ``StageFacts``.
@@ -72,12 +75,38 @@ class Segment:
     inputs: list[Seen] = field(default_factory=list)
     outputs: list[Seen] = field(default_factory=list)
     facts: StageFacts = field(default_factory=StageFacts)
+    left: list[tuple[str, Birth]] = field(default_factory=list)
     reached: tuple[bool, ...] = ()
     in_two: InTwo | None = None
     graph: int | None = None
     products: list[int] = field(default_factory=list)
     own: Held = ()
     assigned: set[Holder] = field(default_factory=set)
+
+
+def left_on(
+    site: Site, before: list[tuple[str, torch.Tensor]], outputs: set[int], birth_of: BirthOf
+) -> list[tuple[str, Birth]]:
+    """The tensors that the call just run has left on the block's modules and does not return."""
+    old = {id(t) for _, t in before}
+    found = []
+    for what, tensor in tensor_attributes(site.module, site.name):
+        birth = birth_of(tensor)
+        if id(tensor) not in old and tensor.is_floating_point() and birth is not None and id(birth) not in outputs:
+            found.append((what, birth))
+    return found
+
+
+def refuse_kept(segments: Sequence[Segment]) -> None:
+    """Raise ModelError for a tensor that a block has left on its modules, and that other code reads."""
+    for index, segment in enumerate(segments):
+        for what, birth in segment.left:
+            if any(segments[i].site is not segment.site for i in birth.touched - {index}):
+                raise ModelError(
+                    f"{what} is a tensor that the block computes and that "
+                    "other code reads later. With several micro-batches under way it would be that of another one, "
+                    "and its gradient would be lost: let the block return it"
+                )
 
 
 def graph_of(footprint: Footprint, segment: Segment) -> int | None:

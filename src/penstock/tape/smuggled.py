@@ -8,7 +8,7 @@ own code may read of a block what it has returned.
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +17,14 @@ from penstock.compat.torch import COPY_TO, storage_key
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.accesses import Accesses
-from penstock.tape.buffers import ModulesBefore, attribute_with
+from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
-from penstock.tape.generators import States
+from penstock.tape.generators import Generator, States
 from penstock.tape.holders import along
 from penstock.tape.outside import Outside
 from penstock.tape.places import Holder, Steps, Way
 from penstock.tape.watch import Op, Operand, Watch, packets
-
-if TYPE_CHECKING:
-    from penstock.tape.tape import Tape
+from penstock.tape.weight_views import Alias
 
 _ATEN = torch.ops.aten
 _OF_SHAPES = packets(
@@ -45,17 +43,22 @@ class Smuggled:
     comes from outside of the model.
     """
 
-    def __init__(self, tape: "Tape", watch: Watch, parameters: Iterable[int]) -> None:
-        """``watch``: knows the storages that the ops of ``tape``'s probe have made; ``parameters``: the model's, by
-        identity."""
-        self._model, self._compiled = tape.model, tape.compiled
+    def __init__(
+        self,
+        watch: Watch,
+        parameters: Iterable[int] = (),
+        aliases: Iterable[Alias] = (),
+        generators: Iterable[Generator] = (),
+    ) -> None:
+        """``watch``: knows the storages that the ops of the probe have made; ``parameters``: the model's, by identity;
+        ``aliases``: of these; ``generators``: the model's own, which ops need not be handed."""
         self._birth = watch.birth
         self._own: set[int] = set()
         self._kept: dict[int, Way] = {}  # own storages -> places in which the model's own code keeps tensors there
         self._beside: dict[int, torch.Tensor] = {}  # those that a block reads without being handed any
         self._views: set[int] = set()  # storages of weights that the segment has taken views of
         self._written: dict[int, dict[int, str | None]] = {}  # storages from before the probe -> segments and blocks
-        self._generators = tuple(tape.generators.values())  # which ops need not be handed
+        self._generators = tuple(generators)
         self._states = States(())
         self._segment: int | None = None
         self._block: str | None = None
@@ -65,8 +68,7 @@ class Smuggled:
         self.read: dict[Holder, int] = {}
         """places in which the model's own code keeps tensors for later -> the last segment that reads one from there"""
         self.carried = Carried()
-        aliases = (id(tensor) for ref, _ in tape.aliases if (tensor := ref()) is not None)
-        self.outside = Outside({*parameters, *aliases})
+        self.outside = Outside({*parameters, *(id(tensor) for ref, _ in aliases if (tensor := ref()) is not None)})
 
     def given(self, micro_batch: Any) -> None:
         """The forward is about to begin with this micro-batch."""
@@ -120,8 +122,9 @@ class Smuggled:
     def refuse(self) -> None:
         if self.found is not None:
             raise ModelError(
-                f"{self.found}. With several micro-batches under way it would be that of another one, and its gradient "
-                "would be lost: hand tensors to blocks as arguments, and let blocks return them"
+                f"{self.found} (it came by an attribute, a closure, a global or a buffer). With several micro-batches "
+                "under way it would be that of another one, and its gradient would be lost: hand tensors to blocks as "
+                "arguments, and let blocks return them"
             )
 
     def carries(self, before: ModulesBefore, accesses: Accesses) -> str | None:
@@ -176,7 +179,6 @@ class Smuggled:
                 self._follow(op)
         elif not op.results:  # it becomes a number, with which code goes on
             for operand in op.inputs:
-                self._check(operand, is_number=True)
                 self._check_own(operand)
         if of_shapes or not depends:
             return
@@ -219,15 +221,10 @@ class Smuggled:
             return birth.depends
         return tensor.requires_grad or storage in self._own or storage in self._views or storage in self._written
 
-    def _check(self, operand: Operand, *, is_number: bool = False) -> None:
+    def _check(self, operand: Operand) -> None:
         tensor, storage, birth = operand
-        if self._segment is None or self.found is not None or (birth is None and is_number):
+        if self._segment is None or self.found is not None or (birth is not None and not birth.depends):
             return
-        if birth is not None and (is_number or not birth.depends):
-            # Each micro-batch has its own where nothing is lost with the graph, but for what compiled blocks assign.
-            named = self._compiled and birth.segment in self._blocks and tensor.is_floating_point()
-            if not named or attribute_with(tensor, self._model) is None:
-                return
         if birth is None:
             for segment, block in self._written.get(storage, {}).items():
                 if segment != self._segment and (block != self._block or block is None):
@@ -254,9 +251,7 @@ class Smuggled:
 
     def _find(self, what: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):
-            place = attribute_with(tensor, self._model) or "an attribute, a closure, a global or a buffer"
-            what = what.format(_who(self._block), f"a tensor of shape {tuple(tensor.shape)}")
-            self.found = f"{what} (it came by {place})"
+            self.found = what.format(_who(self._block), f"a tensor of shape {tuple(tensor.shape)}")
 
 
 def _who(block: str | None) -> str:
