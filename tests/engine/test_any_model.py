@@ -90,7 +90,7 @@ REFUSALS: tuple[tuple[str, set[str]], ...] = (
     ("is a tensor that the block computes and that other code reads later", {"attribute", "shared part"}),
     ("has no parameter that is trained", {"frozen weights", "frozen ends"}),
     ("no repeated blocks were found", {"attributes", "sequential", "dict", "list", "shared part"}),
-    ("BatchNorm1d\\) does not compute in", {"batch norm", "batch norm, cumulative"}),
+    ("is a batch norm, which torch computes on a processor", {"batch norm", "batch norm, cumulative"}),
 )
 """What a refusal says, and the peculiarities that it is for: docs/architectures.md, "What is refused"."""
 

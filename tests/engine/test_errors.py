@@ -84,31 +84,25 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str, tmp_
 @pytest.mark.parametrize(
     ("precision", "dtype", "way_out"),
     [
-        ("bf16", torch.float32, "Give precision='fp32'"),
-        ("fp16", torch.float32, "Give precision='fp32'"),
-        ("fp32", torch.bfloat16, r"as model.float\(\) does"),
-        ("fp32", torch.float64, r"as model.float\(\) does"),
+        ("bf16", torch.float32, "give precision='fp32'"),
+        ("fp16", torch.float32, "give precision='fp32'"),
+        ("fp32", torch.bfloat16, r"call model.float\(\) and give precision='fp32'"),
+        ("fp32", torch.float64, r"call model.float\(\) and give precision='fp32'"),
     ],
 )
 def test_a_batch_norm_that_torch_cannot_compute_on_a_processor_is_named(
     precision: Precision, dtype: torch.dtype, way_out: str
 ) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))).to(dtype)
-    with (
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(dtype)
+    with pytest.raises(ConfigError, match=rf"precision='{precision}': 1 is a batch norm, .*: {way_out}"):
         penstock.wrap(
             model,
             optimizer=penstock.AdamW(lr=1e-3),
             budget=penstock.Budget(device="1MiB", host="1MiB", durability="none"),
-            loss_fn=lambda model, micro_batch: model(micro_batch["x"]).float().mean(),
             precision=precision,
             device="cpu",
             plan=None,
-        ) as engine,
-        pytest.raises(
-            ModelError, match=rf"module '0.1' \(BatchNorm1d\) does not compute in {precision}, .*: .*\. .*{way_out}"
-        ),
-    ):
-        engine.step([{"x": torch.ones(3, 4)}])
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from penstock.optim.orthogonal import orthogonalise
 from penstock.schedule.matrices import Piece, orthogonal_flop
 from penstock.schedule.program import Program, Stage
 from penstock.shape.model import StageTimes
+from penstock.tape.buffers import ModulesBefore
 from penstock.tape.facts import StageFacts
 from penstock.tape.tape import Tape
 
@@ -77,7 +78,8 @@ def _pass(
 ) -> StageTimes:
     stages = program.stages
     forward, backward, weights = ([0.0] * len(stages) for _ in range(3))
-    before, on_gradient, sink = tape.before(train=True), tape.on_gradient, _Sink(program, tape.device)
+    before = ModulesBefore(tape.model, generators=tape.generators.values(), places=tape.moving)
+    on_gradient, sink = tape.on_gradient, _Sink(program, tape.device)
 
     def end() -> None:
         tape.on_gradient = on_gradient

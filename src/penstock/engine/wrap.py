@@ -30,7 +30,7 @@ from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import check_device, on_directories
 from penstock.hardware.sharing import why_unknown
 from penstock.optim.facade import rate_name
-from penstock.optim.precision import say_what_is_left
+from penstock.optim.precision import DTYPES, say_what_is_left
 from penstock.planner.fit import SizeError
 from penstock.ranks.group import Ranks
 from penstock.ranks.process_groups import join
@@ -90,6 +90,7 @@ def wrap_among(
             with holding(False), ranks.together("wrap"):
                 refuse_left_over(model)
                 check_room(device, budget, model)
+                _check_statistics(model, device, precision)
                 _check_synchronised(model)
                 if asked.precision is None and ranks.rank == 0:
                     say_what_is_left(model, precision)
@@ -134,6 +135,23 @@ def _check_shared(asked: WrapArguments, ranks: Ranks) -> None:
             f"schedule={shown(asked.schedule)} is not there yet for ranks that share each sequence (cp={ranks.cp}): "
             "give 'vertical' or 'horizontal'"
         )
+
+
+def _check_statistics(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Refuse what torch cannot compute: its batch norms on a processor want running statistics in the dtype of their
+    weights, or without weights in fp32, and here they stay as they are."""
+    kinds, computes = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DTYPES[precision]
+    for name, norm in model.named_modules() if device.type == "cpu" else ():
+        if not isinstance(norm, kinds) or norm.running_mean is None:
+            continue
+        kept = norm.running_mean.dtype
+        if kept is not computes and (norm.affine or kept is not torch.float32):
+            raise ConfigError(
+                f"precision={precision!r}: {name or 'the model'} is a batch norm, which torch computes on a processor "
+                f"only with weights in the dtype of its running statistics, {str(kept).removeprefix('torch.')}: "
+                + ("" if kept is torch.float32 else "call model.float() and ")
+                + "give precision='fp32'"
+            )
 
 
 def _check_synchronised(model: nn.Module) -> None:

@@ -13,12 +13,12 @@ from penstock.errors import ModelError
 _OF_DTYPES = re.compile(r"\b(d|scalar |data )types?\b|\btype \(|BFloat16|\bHalf\b")
 _OF_WHOLE_NUMBERS = re.compile(r"\b(Long|Int|Byte|Bool|long|int|bool)\b")
 """Errors about ids and masks, which are wrong in any precision."""
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @contextmanager
 def unequal_dtypes_told(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, an error of torch about dtypes is one about a model that computes in ``dtype``.
+    """Inside, an error of torch about dtypes is one about a model that computes in ``dtype``, where that is not fp32.
 
     Raises:
         ModelError: a module has tensors in another dtype beside its weights, or calls what there is none of in this.
@@ -27,20 +27,13 @@ def unequal_dtypes_told(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error)
-        if not _OF_DTYPES.search(said) or _OF_WHOLE_NUMBERS.search(said):
+        if dtype not in _NAMES or not _OF_DTYPES.search(said) or _OF_WHOLE_NUMBERS.search(said):
             raise
         name = _NAMES[dtype]
-        kept, way_out = (
-            ("", "Cast what meets them (buffers, as model.float() does; a constant")
-            if dtype is torch.float32
-            else (
-                ", also those that a library keeps in fp32",
-                "Give precision='fp32'; or cast what meets them (a buffer or a constant in fp32",
-            )
-        )
         raise ModelError(
-            f"{_place(model, error.__traceback__)} does not compute in {name}, as all weights do here{kept}: "
-            f"{' '.join(said.split())[:300]}. {way_out}, labels in the loss) to their dtype"
+            f"{_place(model, error.__traceback__)} does not compute in {name}, as all weights do here, also those "
+            f"that a library keeps in fp32: {' '.join(said.split())[:300]}. Give precision='fp32'; or cast what "
+            "meets them (a buffer or a constant in fp32, labels in the loss) to their dtype"
         ) from error
 
 
