@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
+from penstock.engine.following import Following
 from penstock.errors import ConfigError, ModelError
 from penstock.hardware.machine import Machine
-from tests.questions import MACHINE
+from tests.questions import DRIVE, MACHINE
 from tests.training import budget
 
 WIDTH = 8
@@ -279,8 +280,10 @@ def test_a_model_that_keeps_more_from_some_step_on_keeps_it_of_each_micro_batch(
 
 
 @pytest.mark.parametrize("plan", [None, replace(MACHINE, host=replace(MACHINE.host, optimizer={"sgd.fp32": 1e8}))])
-def test_a_model_that_alternates_between_two_states_does_in_each_what_a_plain_loop_does(plan: Machine | None) -> None:
-    """In evaluations, too, and with micro-batches that need another plan."""
+def test_a_model_that_alternates_between_two_states_is_probed_twice(
+    plan: Machine | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And does in each what a plain loop does, in evaluations, too, and with micro-batches that need another plan."""
     generator = torch.Generator().manual_seed(1)
     sizes = (3, 3, 3, 3, 5, 3, 2)
     steps = [[{"x": torch.randn(size, WIDTH, generator=generator)} for _ in range(2)] for size in sizes]
@@ -299,13 +302,43 @@ def test_a_model_that_alternates_between_two_states_does_in_each_what_a_plain_lo
     settings = {"optimizer": penstock.SGD(lr=0.1), "clip_grad_norm": None, "plan": plan}
     torch.manual_seed(0)
     with wrapped_model(Recalling(), budget(None), **settings) as engine:
-        losses = []
+        probing, found, plans, losses = engine.inside.planning.probing, [], [], []
         for i, step in enumerate(steps):
             engine.model.keeps = i % 2 == 1
             losses += [engine.evaluate(step), engine.step(step).loss]
+            found += [probed for train in (True, False) for probed in probing.found[train].values()]
+            plans.append(engine.plan)
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
         for key, value in engine.master_parameters():
             torch.testing.assert_close(value, plain.get_parameter(key).detach(), rtol=1e-5, atol=1e-6)
+    assert len({id(probed) for probed in found}) == 2 * 3, "with one for the larger micro-batches"
+    assert plans[0] is plans[2]
+    assert plans[1] is plans[3] is plans[5]
+    assert plans[2] is not plans[4] is plans[6]
+    assert "changed between two steps" not in caplog.text
+
+
+@pytest.mark.parametrize("shown", ["machine", "norms"])
+def test_a_plan_from_before_is_not_taken_for_what_steps_have_shown_since(
+    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That lanes take longer than it was predicted with, and that norms are over the limit more often."""
+    known = replace(MACHINE, drives=(replace(DRIVE, path=str(tmp_path)),))
+    with wrapped_model(Recalling(), budget(tmp_path), plan=known, clip_grad_norm=1.0) as engine:
+        planning, plans, found = engine.inside.planning, [], []
+        for i in range(5):
+            engine.model.keeps = i % 2 == 1
+            with monkeypatch.context() as patch:
+                if i == 3 and shown == "machine":
+                    patch.setattr(Following, "learn", lambda *_: ({"write": 3.0}, {"write": 3.0}))
+                    engine.step(MICRO_BATCHES)
+                elif i == 3:
+                    patch.setattr(planning.repeats, "add", lambda over: True)
+                engine.step(MICRO_BATCHES)
+            plans.append(engine.plan)
+            found += planning.probing.found[True].values()
+    assert plans[0] is plans[2] is not plans[4]
+    assert len({id(probed) for probed in found}) == 2
 
 
 def test_an_engine_that_is_called_in_inference_mode_leaves_it_for_as_long(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ class Planning:
         """the reason for a change of plan since the step before; None: it has not changed"""
         self.repeats = Repeats(expected_repeats(settings))
         self._plans: dict[bool, Ready] = {}
+        self._last: dict[bool, Ready] = {}
+        """the plans from before the last change of the model"""
         self._why = ""  # the machine is another one than predicted, in words
         self._before: Ready | None = None
         """the plan that was in use before a change that has not come into use yet; None: there is none"""
@@ -132,9 +134,10 @@ class Planning:
         another, ready = self.probing.is_of_another(train=train), self._plans.get(train)
         gathered = ranks.gather_objects("plan", (another, ready is not None and ready.covers(shapes), seen))
         if any(another for another, _, _ in gathered):
-            self.probing.forget(train=train)
-            self._plans.pop(train, None)
-            ready = None
+            ready = self._as_before(shapes, train=train)
+            if ready is not None:
+                self.probing.look_at_labels(micro_batches)
+                return self._use(ready)
         if ready is not None and all(covered for _, covered, _ in gathered):
             self.probing.look_at_labels(micro_batches)
             if train and self._following is not None:
@@ -159,6 +162,23 @@ class Planning:
             with holding(False):
                 self._plans[train] = self._ready(probed, len(micro_batches), nbytes, train=train)
         return self._use(self._plans[train])
+
+    def _as_before(self, shapes: Sequence[batch.Shapes], *, train: bool) -> Ready | None:
+        """The plan from before the last change of the model, if that is taken back and the plan has room for these
+        micro-batches; None: there is to be another one. All ranks come here."""
+        now, last = self._plans.pop(train, None), self._last.pop(train, None)
+        if now is not None:
+            self._last[train] = now
+        is_again = self.probing.set_aside(train=train)
+        covered = is_again and last is not None and last.covers(shapes)
+        if not all(self._shared.ranks.gather_objects("plan from before", covered)) or last is None:
+            return None
+        self._before, self._plans[train] = None, last
+        if train:
+            self._is_placed(last.plan.settings.place)
+            if self._following is not None:
+                self._following.changed()
+        return last
 
     def _ready(self, probed: Mapping[batch.Shapes, Probed], count: int, nbytes: int, *, train: bool) -> Ready:
         """The plan for ``count`` micro-batches of such shapes, of at most ``nbytes`` each."""
@@ -207,6 +227,7 @@ class Planning:
             off, factors = learned
             self._why = what_is_off(off, machine)
             self._machine = corrected(machine, factors)
+            self._last.clear()  # they were predicted on the machine before
             times = corrected_times(times, factors, ready.plan.program.stages)
             ready = self._predicted(ready, times)
             self._plans[True] = ready
@@ -297,7 +318,8 @@ class Planning:
         """Arrays are about to be where steps are to find them."""
         if place != self.placed:
             self.placed = place
-            self._plans.pop(False, None)  # it was made for arrays in other places
+            for plans in (self._plans, self._last):
+                plans.pop(False, None)  # it was made for arrays in other places
 
     def observe(self, *, over: bool) -> None:
         """Count a step, whose norm was ``over`` the limit or not. If that is more or less often the case than the plan
@@ -306,6 +328,7 @@ class Planning:
         left_open = self._asked.needs_norm and self._asked.steps_early(self._asked.budget) is None
         if self.repeats.add(over=over) and left_open:
             self.repeats.planned = self.repeats.share
+            self._last.clear()
             if (ready := self._plans.get(True)) is not None:
                 self._plans[True] = replace(ready, shapes=())  # for none; its prediction is that of the last step
 

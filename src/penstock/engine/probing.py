@@ -30,7 +30,7 @@ MicroBatches = Mapping[batch.Shapes, Mapping[str, Any]]
 """A micro-batch of each shape."""
 
 _MANY = 4
-"""Changes of a model after which its user is told what they cost."""
+"""Changes of a model, but such that take the last one back, after which its user is told what they cost."""
 
 
 class Probing:
@@ -46,8 +46,10 @@ class Probing:
         """all that is known of steps, and of evaluations"""
         self._outlines: dict[bool, Outline] = {}
         """the model's when that was probed, or as steps have left it"""
+        self._last: dict[bool, tuple[Outline, dict[batch.Shapes, Probed]]] = {}
+        """the outline from before the last change of the model, and what was found of that"""
         self._may_change_itself = True
-        self._changes = 0
+        self._forgotten = 0
         self._waits: set[str] = set()  # what has been said of them
 
     def is_of_another(self, *, train: bool) -> bool:
@@ -56,17 +58,25 @@ class Probing:
         outline = outline_of(self._shared.tape.model)
         return self._outlines.setdefault(train, outline) != outline
 
-    def forget(self, *, train: bool) -> None:
-        """Forget what was found, as the model of some rank is another one: those of all are probed again, together."""
-        self._outlines[train], self.found[train] = outline_of(self._shared.tape.model), {}
-        self._changes += 1
-        if self._changes == _MANY:
+    def set_aside(self, *, train: bool) -> bool:
+        """Set what was found aside, as the model of some rank is another one: those of all are probed again, together.
+        True: each is as it was before the last change, and what was found then holds again."""
+        outline, last = outline_of(self._shared.tape.model), self._last.get(train)
+        self._last[train] = self._outlines[train], self.found[train]
+        is_again = last is not None and last[0] == outline
+        is_again = all(self._shared.ranks.gather_objects("model from before", is_again))
+        self._outlines[train], self.found[train] = last if is_again and last is not None else (outline, {})
+        if is_again:
+            return True
+        self._forgotten += 1
+        if self._forgotten == _MANY:
             log.warning(
                 "the model was changed between two steps for the %sth time, in its modules, modes, hooks or switches "
                 "(True, False). Each time it is probed again, and a plan is made, which takes about as long as a few "
                 "steps: hang up hooks once, and leave switches, if steps need not differ",
                 _MANY,
             )
+        return False
 
     def has_stepped(self) -> None:
         """A step is done. What its forwards have changed of the model by themselves was so when it was probed, too: it
