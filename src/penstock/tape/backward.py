@@ -300,7 +300,8 @@ class Backward:
     def _as_it_was(self, call: Call) -> Iterator[None]:
         """Inside, a block has the buffers, the attributes beside them, and the values and modes of its call."""
         outer = Modes.capture(self._device_types, self._flags)
-        beside = attributes_beside(((module, attributes_of(module)) for module, _, _ in call.buffers), call.buffers)
+        owners = dict.fromkeys(module for module, _, _ in call.buffers)
+        beside = attributes_beside(((module, attributes_of(module)) for module in owners), call.buffers)
         left = (*values_in(call.undoes), *beside)
         buffers = tuple((Entry(of=buffers_of(module), key=name), buffer) for module, name, buffer in call.buffers)
         with (
