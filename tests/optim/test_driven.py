@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from penstock.config.optimizer import AdamW
+from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.facade import StreamedOptimizer
 
 SEEN: list[str] = []
 
 
-def driven() -> StreamedOptimizer:
+def driven() -> DrivenOptimizer:
     SEEN.clear()
     streamed = StreamedOptimizer(AdamW(), [("w", torch.nn.Parameter(torch.zeros(3)))])
-    return streamed.drive(_step)
+    return DrivenOptimizer(streamed, _step)
 
 
 def _step() -> None:

@@ -167,7 +167,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def hooks_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The registries of an optimizer's hooks, by the attributes that hold them.
 
-    Without: those of an optimizer that is given up for the engine's would be lost without a word.
+    Without: one that stands for another could not be hooked on to, nor stepped once anybody has copied one of its kind.
     """
     return {key: value for key, value in vars(optimizer).items() if key.endswith("_hooks")}
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from penstock.errors import ConfigError, ModelError, NonFiniteError
 from penstock.fabric.deferred import MODEL, Deferred, check_unchanged, is_spent, nodes, spend
 from penstock.fabric.pipelines import tell_numbers
 from penstock.fabric.recorder import Computing, Recorded, Recorder, loss_of_root, modes_of
+from penstock.optim.driven import DrivenOptimizer
 from penstock.optim.from_torch import spec_of_optimizer
 from penstock.optim.precision import DTYPES, precision_of_weights
 from penstock.ranks.group import ALONE, Ranks
@@ -218,10 +218,9 @@ class PenstockStrategy(OneDevice):
         engine.optimizer.param_groups, engine.optimizer.defaults = given.param_groups, dict(given.defaults)
         guard(module, "use fabric.save and fabric.load, or strategy.engine")
         self._engine, self._given = engine, given
-        loop = weakref.proxy(self)  # who drops the loop drops the engine with it
         return (
             Recorder(module, engine, self._moment, self._discard, ranks, device, self._computing),
-            [engine.optimizer.drive(lambda: loop._step(), lambda: loop._discard())],
+            [DrivenOptimizer(engine.optimizer, self._step, self._discard)],
             scheduler,
         )
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
-from penstock.optim.facade import StreamedOptimizer
+from penstock.optim.driven import DrivenOptimizer
 
 _OF_OPTIMIZER = ("learning_rate", "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -48,15 +47,14 @@ def check_settings(now: Mapping[str, Any], made_with: Mapping[str, Any]) -> None
             )
 
 
-def check_optimizer(given: Any, engine: Engine | None) -> None:
-    """``given``: what the loop is to take steps with, be it wrapped by accelerate; ``engine``: that has the
-    optimizer for it, once there is one.
+def check_optimizer(given: Any, own: DrivenOptimizer | None) -> None:
+    """``given``: what the loop is to take steps with, be it wrapped by accelerate; ``own``: the engine's.
 
     Raises:
         ConfigError: it is another one.
     """
     optimizer = getattr(given, "optimizer", given)
-    if engine is None or optimizer is not engine.optimizer or not engine.optimizer.is_driven:
+    if own is None or optimizer is not own:
         raise ConfigError(
             f"trainer.optimizer is {type(optimizer).__name__}, because it was set or create_optimizer was overridden: "
             "the engine's optimizer is the only one that it can use. Leave it None, and ask for another one by "
@@ -64,13 +62,13 @@ def check_optimizer(given: Any, engine: Engine | None) -> None:
         )
 
 
-def check_not_renewed(own: StreamedOptimizer) -> None:
-    """Refuse a new optimizer where the loop had the engine's ``own``, whose moments and steps the library would forget.
+def check_not_renewed(own: DrivenOptimizer | None) -> None:
+    """Refuse a new optimizer where there is the engine's ``own``, whose moments and steps the library would forget.
 
     Raises:
         ConfigError: as said.
     """
-    if own.is_driven:
+    if own is not None:
         raise ConfigError(
             "trainer.optimizer was set to None: the library would begin with a new optimizer, and the engine keeps its "
             "moments. Leave it; or save the model (trainer.save_model), and make another trainer for that"

@@ -39,6 +39,7 @@ from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
 from penstock.hf.training_arguments import check_arguments, check_limit, check_trainer, limit_of, refuse_foreign
 from penstock.loss.tiled import in_tiles
+from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
 from penstock.ranks.process_groups import join
 from penstock.state.stats import StepStats
@@ -93,6 +94,7 @@ class EngineMixin(EvaluationSteps):
         self._stats: StepStats | None = None
         self._limit: float | None = None  # of the norm, once there is an engine
         self._settings: Mapping[str, Any] = {}  # of the engine's optimizer, as they were when it was made
+        self._driven: DrivenOptimizer | None = None  # that optimizer in the loop's hands
         self._evaluation = Evaluation()
         self._resumes: Path | None = None
         self._written: Path | None = None  # the checkpoint that was begun last
@@ -100,7 +102,7 @@ class EngineMixin(EvaluationSteps):
         try:
             super().__init__(*args, **kwargs)
             brought = (self.optimizer, getattr(self.lr_scheduler, "optimizer", self.lr_scheduler))
-            foreign = tuple(part for part in brought if not getattr(part, "is_driven", False))
+            foreign = tuple(part for part in brought if not isinstance(part, DrivenOptimizer))
             refuse_foreign({"optimizers": foreign, "model_init": self.model_init})
             self._check()
         except BaseException:
@@ -288,11 +290,11 @@ class EngineMixin(EvaluationSteps):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer, which the library's loop and learning rate schedules take for one of torch's."""
         if self.optimizer is None:
+            changes.check_not_renewed(self._driven)
             streamed = self.engine.optimizer
-            changes.check_not_renewed(streamed)
             changes.check_settings(changes.settings_of_optimizer(self), self._settings)
-            self.optimizer = streamed.drive(self._finish_step)
-        changes.check_optimizer(self.optimizer, self._engine)
+            self.optimizer = self._driven = DrivenOptimizer(streamed, self._finish_step)
+        changes.check_optimizer(self.optimizer, self._driven)
         return self.optimizer
 
     def training_step(
@@ -322,7 +324,7 @@ class EngineMixin(EvaluationSteps):
         self._collected.append((inputs, loss, self._loss_weight(num_items_in_batch)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        changes.check_optimizer(self.optimizer, self._engine)
+        changes.check_optimizer(self.optimizer, self._driven)
         check_limit(self.args, self._limit)
         batches, losses, weights = zip(*self._collected, strict=True)
         self._collected.clear()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, get_args
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -60,8 +60,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 "are to be"
             )
         self._sealed = False
-        self._step: Callable[[], None] | None = None
-        self._discard: Callable[[], None] | None = None
         self.spec = spec
         groups, defaults = _param_groups(spec, named, matrices), spec.group_settings
         if isinstance(spec, Muon):  # its groups say all; what is here would be added to those of the other kind, too
@@ -99,58 +97,26 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Tells LR schedulers that a step was taken, which they otherwise learn from ``step`` and warn without."""
         note_step(self)
 
-    def drive(self, step: Callable[[], None], discard: Callable[[], None] | None = None) -> Self:
-        """Give it into the hands of a loop that is not ours, which calls ``step`` and ``zero_grad`` itself.
-
-        ``step``: takes what has been collected to the engine, or checks that it has been taken there. ``discard``:
-        forgets what has been collected; None: nothing ever waits.
-        """
-        self._step, self._discard = step, discard
-        return self
-
-    @property
-    def is_driven(self) -> bool:
-        """True if a loop that is not ours has it."""
-        return self._step is not None
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Let the step that a loop has collected happen; where there is none, the update happens while gradients stream
-        through ``engine.step``.
+    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
+        """Refuses: the update happens while gradients stream through ``engine.step``.
 
         Raises:
-            RuntimeError: nobody drives it.
-            ValueError: a closure was given; the engine runs forward and backward itself, once.
+            RuntimeError: always.
         """
-        if self._step is None:
-            raise RuntimeError("optimizer.step() has nothing to update: engine.step(micro_batches) does the whole step")
-        if closure is not None:
-            raise ValueError("optimizer.step(closure) cannot be honoured: the engine runs forward and backward itself")
-        self._step()
+        raise RuntimeError("optimizer.step() has nothing to update: engine.step(micro_batches) does the whole step")
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """As torch has it, of a step of a loop that drives it.
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        """Refuses: there is no call of ``step`` that it could come before.
 
         Raises:
-            ConfigError: nobody does: there is no call of ``step`` that it could come before.
+            ConfigError: always.
         """
-        self._require_driven()
-        return super().register_step_pre_hook(hook)
+        raise ConfigError("a hook of optimizer.step() would never be called: do this around engine.step(micro_batches)")
 
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """As ``register_step_pre_hook``, behind it."""
-        self._require_driven()
-        return super().register_step_post_hook(hook)
-
-    def _require_driven(self) -> None:
-        if not self.is_driven:
-            raise ConfigError(
-                "a hook of optimizer.step() would never be called: do this around engine.step(micro_batches)"
-            )
+    register_step_post_hook = register_step_pre_hook
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the micro-batches that a loop has collected; gradients never stay on the parameters between steps."""
-        if self._discard is not None:
-            self._discard()
+        """Nothing to do: gradients never stay on the parameters between steps."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuses once built.
