@@ -131,6 +131,8 @@ def replace(path: Path, content: str | bytes, *, private: bool = True) -> None:
     with named(path):
         _remove_abandoned(path)
         with create(partial, private=private) as file:
+            with suppress(OSError):  # where its file system has no locks
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
@@ -149,12 +151,13 @@ def _beside(path: Path) -> Path:
 
 
 def left_of(path: Path) -> list[Path]:
-    """The files or folders that are on their way to a path, or were when their process was killed.
+    """The files or folders that are on their way to a path, or were when their process was killed, also one of version
+    0.1.0.
 
     Raises:
         OSError: the folder that it is in cannot be looked into.
     """
-    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{12}}{re.escape(PARTIAL)}")
+    name = re.compile(rf"{re.escape(path.name)}(\.[0-9a-f]{{12}})?{re.escape(PARTIAL)}")
     return [left for left in matching(path.parent, f"*{PARTIAL}") if name.fullmatch(left.name)]
 
 
@@ -209,7 +212,8 @@ def _flocked(path: Path) -> Iterator[None]:
     Raises:
         OSError: it cannot be opened, another process has its lock, or its file system has none.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    access = os.O_RDONLY if path.is_dir() else os.O_RDWR  # without which NFS locks no file
+    fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -161,11 +161,21 @@ def test_another_tools_name_in_a_file_says_its_line(config_file: Path) -> None:
     assert "c.yaml:12: there is no setting logging_steps; drop it: every step is written" in _refused(config_file)
 
 
-def test_another_tools_name_means_the_setting_of_its_own_section_first(config_file: Path) -> None:
-    message = _refused(config_file, ("optimizer.adamw", "{learning_rate: 1e-3}"))
-    assert (
-        message == "--optimizer.adamw: there is no setting optimizer.adamw.learning_rate; here it is optimizer.adamw.lr"
-    )
+@pytest.mark.parametrize(
+    ("section", "given", "here"),
+    [
+        ("optimizer.adamw", "learning_rate: 1e-3", "optimizer.adamw.lr"),
+        ("optimizer.adamw", "adam_beta1: 0.9", "optimizer.adamw.betas"),
+        ("optimizer.adamw", "optim: adamw", "optimizer.name"),
+        ("data.validation", "datasets: x", "data.validation.sources"),
+    ],
+)
+def test_another_tools_name_means_the_setting_of_its_own_section_first(
+    section: str, given: str, here: str, config_file: Path
+) -> None:
+    key = given.partition(":")[0]
+    message = _refused(config_file, (section, f"{{{given}}}"))
+    assert message.startswith(f"--{section}: there is no setting {section}.{key}; here it is {here}")
 
 
 def test_all_that_stands_for_other_tools_settings_exists() -> None:

@@ -249,8 +249,9 @@ def _put_in_place(folder: Path, config: TrainConfig, record: RunRecord) -> None:
             raise StoreError(f"{target} lacks its part of the new state, which was whole: is the drive mounted?")
     for paths in config.budget.stores(record.ranks, record.hosts):
         for path in paths:
-            if delete_part(path, only=lambda found: found.store in asked.replaces):
-                sync_directory(path)  # before it has any name of the new one: whichever order a file system keeps
+            delete_part(path, only=lambda found: found.store in asked.replaces)
+            if is_there(path):  # before it has any name of the new one: whichever order a file system keeps them in
+                sync_directory(path)
     for target, staged in zip(targets, _flat(new), strict=True):
         if not is_there(staged):
             continue

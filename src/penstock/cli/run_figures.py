@@ -103,7 +103,7 @@ class RunFigures:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """The run's settings by dotted names, without its folder, which is ``{run}`` where others are in it."""
-        found = {key: _in_run(value, self.config.run) for key, value in flat(plain(self.config))}
+        found = {key: _in_run(value, self.config.run) for key, value in flat(plain(self.config), numbered=True)}
         del found["run"]
         return found
 

@@ -110,13 +110,13 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return {f.name: found[f.name] for f in by_need(TrainConfig)}
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in nested mappings, and in lists of such by their numbers."""
+def flat(values: Mapping[str, Any], prefix: str = "", *, numbered: bool = False) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings; ``numbered``: and in lists of such, by their numbers."""
     for key, value in values.items():
-        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        if numbered and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
             value = {str(n): item for n, item in enumerate(value)}
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.", numbered=numbered)
         else:
             yield f"{prefix}{key}", value
 
@@ -171,7 +171,7 @@ def read(cls: type[T], tree: Located, section: str, hints: Mapping[str, Any] | N
     for key, item in tree.value.items():
         if key not in known:
             of_the_file = section or cls is TrainConfig
-            there = (counterpart(key, section) or _elsewhere(key, section)) if of_the_file else None
+            there = (counterpart(key, section, known) or _elsewhere(key, section)) if of_the_file else None
             said = unknown(key, list(known), takes=named, form=_dotted(section, "{}"), there=there)
             raise ConfigError(f"{item.where}: {said}")
     missing = [name for name, f in known.items() if name not in tree.value and is_required(f)]

@@ -4,13 +4,15 @@ The names are those of Hugging Face's and TRL's training arguments, DeepSpeed's 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 
-def counterpart(key: str, section: str | None = None, *, of_wrap: bool = False) -> str | None:
-    """A hint about another tool's ``key``, found in a settings file within a ``section``; None: it is an option of a
-    command, or an argument, which have names of their own (``of_wrap``: of who has no settings file). None: it is no
-    name of theirs."""
+def counterpart(
+    key: str, section: str | None = None, known: Container[str] = (), *, of_wrap: bool = False
+) -> str | None:
+    """A hint about another tool's ``key``, found in a settings file within a ``section`` that has the ``known``
+    settings; None: it is an option of a command, or an argument, which have names of their own (``of_wrap``: of who has
+    no settings file). None: it is no name of theirs."""
     key = key.replace("-", "_")
     found = HERE.get(f"{section}.{key}") or HERE.get(key)
     first = re.match(r"\w*", found or key)
@@ -18,7 +20,20 @@ def counterpart(key: str, section: str | None = None, *, of_wrap: bool = False) 
         return _OF_WRAP[first[0]]
     if found is None or found.startswith("drop it"):
         return found
-    return f"{'in a settings file it is' if section is None else 'here it is'} {found}"
+    if section is None:
+        return f"in a settings file it is {found}"
+    if section in _LIKE:  # a setting that it has itself is meant there
+        found = re.sub(rf"\b{_LIKE[section]}\.(\w+)", lambda m: f"{section}.{m[1]}" if m[1] in known else m[0], found)
+    return f"here it is {found}"
+
+
+_LIKE = {
+    "optimizer.adamw": "optimizer",
+    "optimizer.overrides": "optimizer",
+    "data.validation": "data",
+    "data.validation.sources": "data.sources",
+}
+"""Sections that have settings of another one."""
 
 
 _RANKS = "here it is mesh=penstock.torchrun_mesh({}=N), in each process that torchrun has started"
@@ -69,7 +84,6 @@ _TABLE = {
     "data_seed": "seed",
     # the optimizer
     "learning_rate lr warmup_max_lr": "optimizer.lr",
-    "optimizer.adamw.learning_rate": "optimizer.adamw.lr",
     "optim optimizer.type": "optimizer.name (adamw, adam, sgd, lion or muon)",
     "optimizer.params": "optimizer (these settings stand in the section itself)",
     "adam_beta1 adam_beta2 betas": "optimizer.betas (both, as [0.9, 0.999])",

@@ -171,7 +171,7 @@ def _move_in(path: Path) -> None:
     if is_there(new / DATA):
         if is_there(path / DATA) or is_there(path / PARTIAL):
             remove_files([path])
-            sync_directory(path)  # before it has any name of the new one: whichever order a file system keeps them in
+        sync_directory(path)  # before it has any name of the new one: whichever order a file system keeps them in
         for name in (*BESIDE, DATA):
             if is_there(new / name):
                 os.rename(new / name, path / name)
