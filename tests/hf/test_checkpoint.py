@@ -1,8 +1,10 @@
 """Checkpoints of ``penstock.hf.Trainer``: which ones a run goes on from, and which store gives way to them."""
 
 import errno
+import gc
 import os
 import random
+import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,16 @@ def test_a_store_of_another_run_is_not_continued_silently(tmp_path: Path) -> Non
     anew = streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=2)
     assert shown(anew) == shown(first)
     anew.end()
+
+
+def test_a_trainer_that_has_trained_and_is_dropped_gives_its_store_back(tmp_path: Path) -> None:
+    """Nothing that an engine has leads to the trainer, so that it is gone with it."""
+    trainer = streamed(tmp_path, max_steps=1)
+    there = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert there() is None
+    streamed(tmp_path, given={"engine": on_disk(tmp_path / "store", overwrite=True)}, max_steps=1).end()
 
 
 def test_a_store_is_not_deleted_for_a_checkpoint_that_the_run_cannot_go_on_from(tmp_path: Path) -> None:
