@@ -17,8 +17,8 @@ from penstock.tape.handed import HandedOn
 from penstock.tape.refusals import NO_GRAPHS, NOTHING_TRAINS
 
 _OF_PLACES = ("assigned", "finds", "undoes")
-"""Facts that hold for all micro-batches if they do for one, be it of another step: a forward that sets a place to what
-was there already changes nothing that its probe could see, as one behind others which set the same does."""
+"""Facts that hold for all micro-batches if they do for one, be it of another step: where a forward finds in a place
+what it puts there, its own probe sees no change."""
 _OF_ANY = ("buffers", "written")
 """Facts that hold for all micro-batches of a step if they do for one."""
 _SIZES = ("activation", "gradient", "kept", "forward_peak", "backward_peak", "split_peak")
