@@ -13,6 +13,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
+from penstock.tape.changes import Change
 from penstock.tape.places import Entry, Holder, same
 
 Attribute = tuple[nn.Module, str]
@@ -90,8 +91,16 @@ class Accesses:
         for attribute, before in self._read_first.items():
             read, written = self._read[attribute], set(self._written[attribute])
             if min(read) < min(written) and _goes_on(before, _place(attribute).now(), depends):
-                module, name = attribute
-                yield f"attribute {name!r} of a {type(module).__name__}", read | written
+                yield _words(attribute), read | written
+
+    def counted(self) -> Iterator[Change]:
+        """Attributes of numbers or text that several segments change, the first of them by what it finds there. Who
+        finds what the micro-batch before has left there may do something else, or be a count that nothing reads."""
+        for attribute, before in self._read_first.items():
+            written, place = sorted(set(self._written[attribute])), _place(attribute)
+            now = place.now()
+            if len(written) > 1 and min(self._read[attribute]) == written[0] and not trees.tensors((before, now)):
+                yield Change(place=place, name=_words(attribute), before=before, after=dict.fromkeys(written, now))
 
     def _handed_on(self) -> Iterator[Attribute]:
         """The attributes that may be handed on within a forward. One that is read before it is assigned, by several
@@ -117,6 +126,11 @@ def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> 
     if type(now) in (int, float):
         return type(before) not in (int, float) or bool(before != now)
     return any(map(depends, trees.tensors(now)))
+
+
+def _words(attribute: Attribute) -> str:
+    module, name = attribute
+    return f"attribute {name!r} of a {type(module).__name__}"
 
 
 def _place(attribute: Attribute) -> Holder:

@@ -84,18 +84,25 @@ class Again:
 
 
 def settle(
-    changes: Collection[Change], again: Again, loss: float | None, birth_of: BirthOf, *, tries: bool
+    changes: Collection[Change],
+    counted: Iterable[Change],
+    again: Again,
+    loss: float | None,
+    birth_of: BirthOf,
+    *,
+    tries: bool,
 ) -> tuple[str, Iterable[int]] | None:
     """Note behind which segments there are values of a forward's ``changes`` that later ones may read, and around which
     calls these are to be what they were. Returns what goes on to the next micro-batch, in words, with the segments that
-    change it. ``loss``: as of ``Trials``. Without ``tries`` something else goes on that is known."""
-    segments, last, trials = again.segments, len(again.segments) - 1, Trials(changes, again, loss)
+    change it, be it an attribute that is ``counted``. ``loss``: as of ``Trials``. Without ``tries`` something else goes
+    on that is known."""
+    segments, last, trials = again.segments, len(again.segments) - 1, Trials([*changes, *counted], again, loss)
     again.tape.moving |= {change.place for change in changes if not change.is_mark}
     if not tries:
         _note_found(segments, changes)
         return None
     carried = trials.carried(lambda tensor: (birth := birth_of(tensor)) is None or birth.depends)
-    own = trials.own(carried, last)
+    own = trials.own([change for change in changes if change not in carried], last)
     for change in own:
         for segment in segments[change.first : change.first + 1] if change.is_of_one else segments[:last]:
             segment.assigned.add(change.place)
@@ -105,7 +112,10 @@ def settle(
     for change in changes:
         for index in change.after:
             segments[index].facts.undoes += (change.place,)
-    return (f"what is in {carried[0].name!r}", carried[0].after) if carried else None
+    if not carried:
+        return None
+    what = carried[0].name
+    return (what if carried[0] not in changes else f"what is in {what!r}"), carried[0].after
 
 
 def _note_found(segments: Iterable[Segment], changes: Iterable[Change]) -> None:

@@ -214,13 +214,14 @@ class Trials:
             return suspects
         return [change for change in suspects if self._matter([change])] or suspects
 
-    def own(self, carried: Collection[Change], last: int) -> list[Change]:
-        """The changes that later segments may read: what is there then is each micro-batch's own. Not logs and counts
-        that several segments go on with, and nothing has read. ``last``: the last segment, behind which nothing is."""
+    def own(self, changes: Iterable[Change], last: int) -> list[Change]:
+        """Those of the changes, none of them carried, that later segments may read: what is there then is each
+        micro-batch's own. Not logs and counts that several segments go on with, and nothing has read. ``last``: the
+        last segment, behind which nothing is."""
         found: list[Change] = []
         grown: list[Change] = []
-        for change in self._changes:
-            if change in carried or change.first == last or not change.is_plain():
+        for change in changes:
+            if change.first == last or not change.is_plain():
                 continue
             if change.is_of_one:
                 (grown if change.has_grown else found).append(change)
