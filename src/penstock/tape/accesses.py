@@ -15,6 +15,7 @@ from penstock.tape import trees
 from penstock.tape.buffers import is_own
 from penstock.tape.changes import Change
 from penstock.tape.places import Entry, Holder, same
+from penstock.tape.segments import BirthOf
 
 Attribute = tuple[nn.Module, str]
 """A module and the name of one of its attributes."""
@@ -93,14 +94,15 @@ class Accesses:
             if min(read) < min(written) and _goes_on(before, _place(attribute).now(), depends):
                 yield _words(attribute), read | written
 
-    def counted(self) -> Iterator[Change]:
-        """Attributes of numbers or text that several segments change, the first of them by what it finds there. Who
-        finds what the micro-batch before has left there may do something else, or be a count that nothing reads."""
+    def suspects(self, birth_of: BirthOf) -> Iterator[Change]:
+        """Attributes that several segments use and that end as something else than what was found there, be it a count
+        that nothing reads. Not tensors that ops have made of such: ``Carried`` knows more."""
         for attribute, before in self._read_first.items():
-            written, place = sorted(set(self._written[attribute])), _place(attribute)
-            now = place.now()
-            if len(written) > 1 and min(self._read[attribute]) == written[0] and not trees.tensors((before, now)):
-                yield Change(place=place, name=_words(attribute), before=before, after=dict.fromkeys(written, now))
+            segments, now = set(self._written[attribute]), _place(attribute).now()
+            tensors = isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and birth_of(now) is not None
+            if len(segments | self._read[attribute]) > 1 and not (tensors or same(before, now)):
+                after = dict.fromkeys(sorted(segments), now)
+                yield Change(place=_place(attribute), name=_words(attribute), before=before, after=after)
 
     def _handed_on(self) -> Iterator[Attribute]:
         """The attributes that may be handed on within a forward. One that is read before it is assigned, by several

@@ -85,7 +85,7 @@ class Again:
 
 def settle(
     changes: Collection[Change],
-    counted: Iterable[Change],
+    suspects: Iterable[Change],
     again: Again,
     loss: float | None,
     birth_of: BirthOf,
@@ -94,9 +94,9 @@ def settle(
 ) -> tuple[str, Iterable[int]] | None:
     """Note behind which segments there are values of a forward's ``changes`` that later ones may read, and around which
     calls these are to be what they were. Returns what goes on to the next micro-batch, in words, with the segments that
-    change it, be it an attribute that is ``counted``. ``loss``: as of ``Trials``. Without ``tries`` something else goes
-    on that is known."""
-    segments, last, trials = again.segments, len(again.segments) - 1, Trials([*changes, *counted], again, loss)
+    change it, be it an attribute of the ``suspects``. ``loss``: as of ``Trials``. Without ``tries`` something else
+    goes on that is known."""
+    segments, last, trials = again.segments, len(again.segments) - 1, Trials([*changes, *suspects], again, loss)
     again.tape.moving |= {change.place for change in changes if not change.is_mark}
     if not tries:
         _note_found(segments, changes)

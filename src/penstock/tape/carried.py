@@ -49,7 +49,7 @@ class Carried:
 
     def on_op(self, packet: Any, segment: int, old: Iterable[Operand], written: set[int], *, depends: bool) -> None:
         """Note an op's use of tensors that are ``old``. ``written``: ids of those that it changes; ``depends``: what it
-        does depends on the micro-batch or on weights that train."""
+        does depends on the micro-batch, on weights that train, or on what earlier forwards have left."""
         for tensor, storage, _ in old:
             if isinstance(tensor, nn.Parameter) or not tensor.numel():
                 continue

@@ -127,7 +127,10 @@ class Probe:
         refuse_kept(self._segments)
         self._views.refuse()
         self._smuggled.refuse()
-        carried, counted = self._smuggled.carries(before, self._accesses), tuple(self._accesses.counted())
+        carried, suspects = (
+            self._smuggled.carries(before, self._accesses),
+            tuple(self._accesses.suspects(self._watch.birth)),
+        )
         before.refuse_unplaced()
         self._note_handed_on(suspended)
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
@@ -137,7 +140,7 @@ class Probe:
             found.load_stepped()
         tape.moving |= {place for place, _ in self._overwritten.before}
         tape.changing |= {(buffer.module, buffer.name) for buffer in before.changed()}
-        if self._changes.found or counted:
+        if self._changes.found or suspects:
             again = Again(
                 tape=tape,
                 micro_batch=given,
@@ -149,7 +152,7 @@ class Probe:
                 weights=(self._bring, self._ahead, self._release),
             )
             loss = self._loss if self._alone else None
-            found_again = settle(self._changes.found, counted, again, loss, self._watch.birth, tries=carried is None)
+            found_again = settle(self._changes.found, suspects, again, loss, self._watch.birth, tries=carried is None)
             carried = self._smuggled.goes_on(*found_again) if found_again else carried
         calls = tuple(self._seen.calls.get(members[0]) for members in found.members)
         return Learned(

@@ -62,6 +62,7 @@ class Smuggled:
         self._states = States(())
         self._segment: int | None = None
         self._block: str | None = None
+        self._reads = False  # a tensor has become a number, from which others may follow
         self._handed: set[int] = set()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
@@ -175,9 +176,11 @@ class Smuggled:
                     self._check_own(operand)
             if not of_shapes:
                 old = [o for o in op.inputs if o.birth is None and o.storage not in self._own]
-                self.carried.on_op(op.packet, self._segment, old, changed, depends=depends)
+                moves = depends or self._reads or self._is_of_itself(op)
+                self.carried.on_op(op.packet, self._segment, old, changed, depends=moves)
                 self._follow(op)
         elif not op.results:  # it becomes a number, with which code goes on
+            self._reads = self._reads or any(not isinstance(operand.tensor, nn.Parameter) for operand in op.inputs)
             for operand in op.inputs:
                 self._check_own(operand)
         if of_shapes or not depends:
@@ -192,6 +195,11 @@ class Smuggled:
                 self._note_write(operand)
             elif operand.storage not in self._own:
                 self._written.setdefault(operand.storage, {})[self._segment] = self._block
+
+    def _is_of_itself(self, op: Op) -> bool:
+        """True if an op writes what follows from the numbers that were there."""
+        storages = {operand.storage for operand in op.written}
+        return any(o.birth is not None and not storages.isdisjoint(o.birth.of | o.birth.copies) for o in op.inputs)
 
     def _note_write(self, operand: Operand) -> None:
         """Note that a block has written to a tensor that earlier code made and did not hand to it."""
