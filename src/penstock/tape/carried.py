@@ -27,11 +27,13 @@ Replaced = tuple[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class _Uses:
-    """Segments that have used a range of a storage. ``counted``: they have added to whole numbers, in any order."""
+    """Segments that have used a range of a storage. ``counted``: they have added to whole numbers, in any order;
+    ``filled``: they have put there what is the same in each forward."""
 
     read: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     counted: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
 
     def all(self) -> set[int]:
         return self.read | self.changed | self.counted
@@ -60,11 +62,17 @@ class Carried:
                 uses.counted.add(segment)
             elif depends or packet not in _OVERWRITES:
                 uses.changed.add(segment)
+            else:
+                uses.filled.add(segment)
 
     def draws(self, generator: Generator, segment: int) -> None:
         """Note that a segment draws from a generator, whose state is for the next one to go on with."""
         if is_own(generator):
             self._uses.setdefault(key_of(generator), {}).setdefault((0, 1), _Uses()).changed.add(segment)
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """True if several segments have used a tensor from before the forward."""
+        return any(len(uses.all() | uses.filled) > 1 for uses in self._together(storage_key(tensor)))
 
     def _together(self, storage: int) -> Iterator[_Uses]:
         """Of each range of a storage, the uses of all that overlap it."""
@@ -75,6 +83,7 @@ class Carried:
                 read=set().union(*(uses.read for uses in over)),
                 changed=set().union(*(uses.changed for uses in over)),
                 counted=set().union(*(uses.counted for uses in over)),
+                filled=set().union(*(uses.filled for uses in over)),
             )
 
     def found(self, replaced: Iterable[tuple[Replaced, set[int]]]) -> Iterator[tuple[str | int, set[int]]]:

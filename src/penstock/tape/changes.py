@@ -164,24 +164,45 @@ class Changes:
 
 
 class Overwritten:
-    """The tensors from before a forward that it writes to, as they were: a model's own that are no buffers."""
+    """The tensors from before a forward that it writes to, as they were: a model's own that are no buffers. And those
+    that a call of a block writes to, be they buffers of other modules."""
 
-    def __init__(self, apart: Iterable[torch.Tensor | None]) -> None:
-        """``apart``: tensors that somebody else puts back."""
-        self._apart = {storage_key(t) for t in apart if t is not None and trees.has_storage(t)}
+    def __init__(self, micro_batch: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
+        """``micro_batch``, ``buffers``: tensors that somebody else puts back."""
+        self._given = _storages(micro_batch)
+        self._apart = self._given | _storages(buffers)
         self.before: list[tuple[Holder, Any]] = []
+        self._apart_in_call: set[int] = set()
+        self._by_call: dict[tuple[Any, ...], tuple[Holder, Any]] | None = None  # by the part of memory; None: none runs
+
+    def begin_call(self, buffers: Iterable[torch.Tensor]) -> None:
+        """A block is called that has these ``buffers`` itself."""
+        self._apart_in_call, self._by_call = self._given | _storages(buffers), {}
+
+    def end_call(self) -> Held:
+        """Returns the tensors that the call has written to, as they were."""
+        found, self._by_call = self._by_call, None
+        return tuple((found or {}).values())
 
     def note(self, operand: Operand) -> None:
         """It is about to be written to."""
         tensor, storage, birth = operand
-        if birth is None and storage not in self._apart and not tensor.is_meta:
-            place = Memory(of=tensor)
-            if all(place != known for known, _ in self.before):
-                self.before.append((place, place.now()))
+        if birth is not None or tensor.is_meta:
+            return
+        place = Memory(of=tensor)
+        if storage not in self._apart and all(place != known for known, _ in self.before):
+            self.before.append((place, place.now()))
+        part = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if self._by_call is not None and storage not in self._apart_in_call and part not in self._by_call:
+            self._by_call[part] = place, place.now()
 
     def put_back(self) -> None:
         for place, value in reversed(self.before):
             place.put(value)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {storage_key(tensor) for tensor in tensors if trees.has_storage(tensor)}
 
 
 class Trials:

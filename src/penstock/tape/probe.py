@@ -91,7 +91,7 @@ class Probe:
         tape = self._tape
         before = ModulesBefore(tape.model, generators=tape.generators.values())
         self._asked.train, self._alone = train, alone
-        self._overwritten = Overwritten((*trees.tensors(micro_batch), *tape.model.buffers()))
+        self._overwritten = Overwritten(trees.tensors(micro_batch), tape.model.buffers())
         on_gradient, flags = tape.on_gradient, TrainingFlags(tape.model.modules())
 
         def end() -> None:
@@ -362,8 +362,10 @@ class Probe:
         products = len(self._watch.products)
         self._smuggled.begin(self._watch.segment, site.name, [*arrival.tensors.values(), *suspended.beside])
         during = nullcontext() if self._tape.compiled else self._accesses.during(self._watch.segment)
+        self._overwritten.begin_call(site.module.buffers())
         with self._measuring(segment.forward, site), self._asked, during:
             self._running.run_call(suspended, self._watch.segment, segment.facts)
+        segment.overwritten = self._overwritten.end_call()
         segment.products = self._watch.products[products:]
         found = self._search.tensors_in(self._accesses.found_by(self._watch.segment))
         self._smuggled.end([*suspended.outputs, *suspended.beside], found=found)
@@ -390,10 +392,11 @@ class Probe:
         self._changes.end(self._handed)
         plain = [change for change in self._changes.found if change.is_plain()]
         for index, segment in enumerate(self._segments):
-            segment.facts.finds = tuple(self._accesses.found_by(index))
+            written = [pair for pair in segment.overwritten if self._smuggled.carried.is_shared(pair[0].of)]
+            segment.facts.finds = (*self._accesses.found_by(index), *(place for place, _ in written))
             own = [pair for pair in segment.own if pair[0] in segment.facts.finds]
             around = ((change.place, change.at(index)) for change in plain)
-            suspended.backward.amend(index, own=(*own, *around))
+            suspended.backward.amend(index, own=(*own, *around, *written))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():

@@ -65,7 +65,8 @@ class Segment:
     words; ``reached`` says for each output whether a gradient came to it;
     ``in_two`` what its backward takes in two parts, None where it is run as a whole; ``graph`` the bytes that its graph
     takes if it is kept, None where it cannot be; ``products`` its matrix products, as of ``Watch``; ``own``: what the
-    micro-batch's forward had left in attributes that it has read. ``assigned``: as of ``StageFacts``.
+    micro-batch's forward had left in attributes that it has read; ``overwritten``: what it writes to of tensors from
+    before the forward, but for its own buffers, as it was. ``assigned``: as of ``StageFacts``.
     """
 
     site: Site | None
@@ -81,6 +82,7 @@ class Segment:
     graph: int | None = None
     products: list[int] = field(default_factory=list)
     own: Held = ()
+    overwritten: Held = ()
     assigned: set[Holder] = field(default_factory=set)
 
 

@@ -175,12 +175,12 @@ class Smuggled:
                     self._check(operand)
                     self._check_own(operand)
             if not of_shapes:
-                old = [o for o in op.inputs if o.birth is None and o.storage not in self._own]
                 moves = depends or self._reads or self._is_of_itself(op)
-                self.carried.on_op(op.packet, self._segment, old, changed, depends=moves)
+                self.carried.on_op(op.packet, self._segment, self._old(op), changed, depends=moves)
                 self._follow(op)
         elif not op.results:  # it becomes a number, with which code goes on
             self._reads = self._reads or any(not isinstance(operand.tensor, nn.Parameter) for operand in op.inputs)
+            self.carried.on_op(op.packet, self._segment, self._old(op), set(), depends=True)
             for operand in op.inputs:
                 self._check_own(operand)
         if of_shapes or not depends:
@@ -195,6 +195,10 @@ class Smuggled:
                 self._note_write(operand)
             elif operand.storage not in self._own:
                 self._written.setdefault(operand.storage, {})[self._segment] = self._block
+
+    def _old(self, op: Op) -> list[Operand]:
+        """The inputs of an op from before the forward, but for the micro-batch's."""
+        return [o for o in op.inputs if o.birth is None and o.storage not in self._own]
 
     def _is_of_itself(self, op: Op) -> bool:
         """True if an op writes what follows from the numbers that were there."""
