@@ -31,6 +31,7 @@ class Accesses:
         self._read: dict[Attribute, set[int]] = {}
         self._seen: dict[int, dict[Attribute, None]] = {}  # by segment, what it reads and earlier ones have written
         self._read_first: dict[Attribute, Any] = {}  # before they were written -> what was there then
+        self._left: dict[Attribute, dict[int, Any]] = {}  # by these and by segments that assign them, but for tensors
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -45,6 +46,9 @@ class Accesses:
             yield
         finally:
             self._segment = None
+        for attribute in self._read_first:
+            if segment in self._written[attribute] and not trees.tensors(now := _place(attribute).now()):
+                self._left.setdefault(attribute, {})[segment] = now
 
     def _note_read(self, module: nn.Module, name: str) -> None:
         if self._segment is None or not is_own(name) or module not in self._modules:
@@ -101,7 +105,7 @@ class Accesses:
             segments, now = set(self._written[attribute]), _place(attribute).now()
             tensors = isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and birth_of(now) is not None
             if len(segments | self._read[attribute]) > 1 and not (tensors or same(before, now)):
-                after = dict.fromkeys(sorted(segments), now)
+                after = dict.fromkeys(sorted(segments), now) | self._left.get(attribute, {})
                 yield Change(place=_place(attribute), name=_words(attribute), before=before, after=after)
 
     def _handed_on(self) -> Iterator[Attribute]:

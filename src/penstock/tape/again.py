@@ -9,7 +9,7 @@ from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.changes import Change, Overwritten, Trials
 from penstock.tape.modes import TrainingFlags
-from penstock.tape.places import Held, Holder, put
+from penstock.tape.places import Held, Holder, Memory, put
 from penstock.tape.segments import BirthOf, Segment
 from penstock.tape.suspended import SuspendedForward
 
@@ -85,7 +85,7 @@ class Again:
 
 def settle(
     changes: Collection[Change],
-    suspects: Iterable[Change],
+    suspects: Collection[Change],
     again: Again,
     loss: float | None,
     birth_of: BirthOf,
@@ -99,16 +99,17 @@ def settle(
     segments, last, trials = again.segments, len(again.segments) - 1, Trials([*changes, *suspects], again, loss)
     again.tape.moving |= {change.place for change in changes if not change.is_mark}
     if not tries:
-        _note_found(segments, changes)
+        _note_found(segments, (c for c in changes if c.is_plain()))
         return None
     carried = trials.carried(lambda tensor: (birth := birth_of(tensor)) is None or birth.depends)
-    own = trials.own([change for change in changes if change not in carried], last)
+    several = [c for c in suspects if len(c.after) > 1 and not isinstance(c.place, Memory)]  # the others are known
+    own = trials.own([c for c in (*filter(Change.is_plain, changes), *several) if c not in carried], last)
     for change in own:
         for segment in segments[change.first : change.first + 1] if change.is_of_one else segments[:last]:
             segment.assigned.add(change.place)
-    again.tape.restored |= {c.place for c in own if c.ends_as_begun and not c.is_of_one}
+    again.tape.restored |= {c.place for c in own if c.begins_anew}
     again.tape.flowing |= {c.place for c in own if c.is_of_one}
-    _note_found(segments, [*own, *carried])
+    _note_found(segments, [*own, *(c for c in carried if c.is_plain())])
     for change in changes:
         for index in change.after:
             segments[index].facts.undoes += (change.place,)
@@ -120,6 +121,6 @@ def settle(
 
 def _note_found(segments: Iterable[Segment], changes: Iterable[Change]) -> None:
     """Note that blocks which are computed again are to find in places what their calls have found."""
-    found = tuple(change.place for change in changes if change.is_plain())
+    found = tuple(change.place for change in changes)
     for segment in segments:
         segment.facts.finds += found

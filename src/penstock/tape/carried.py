@@ -74,6 +74,11 @@ class Carried:
         """True if several segments have used a tensor from before the forward."""
         return any(len(uses.all() | uses.filled) > 1 for uses in self._together(storage_key(tensor)))
 
+    def filled_in(self, tensor: torch.Tensor) -> set[int]:
+        """The segments that have filled such a tensor."""
+        found = self._together(storage_key(tensor)) if self.is_shared(tensor) else ()
+        return set[int]().union(*(uses.filled for uses in found))
+
     def _together(self, storage: int) -> Iterator[_Uses]:
         """Of each range of a storage, the uses of all that overlap it."""
         found = self._uses.get(storage, {})

@@ -42,7 +42,8 @@ class Change:
     """A place that a forward changes, with its name. ``before``: the value as the forward began; ``after``: segment ->
     the value that it has left, of those that have put another one there; ``set_before``: others have put there what
     was there already; ``handed``: it is in something that blocks are handed, of which each micro-batch has its own
-    values anyway."""
+    values anyway; ``begins_anew``: several segments change it, and each forward ends with what it began with, or with
+    the same as the one before."""
 
     place: Holder
     name: str
@@ -50,6 +51,7 @@ class Change:
     after: dict[int, Any] = field(default_factory=dict[int, Any])
     set_before: bool = False
     handed: bool = False
+    begins_anew: bool = False
 
     @property
     def first(self) -> int:
@@ -223,7 +225,7 @@ class Trials:
         self._run = run
         self._loss = loss if loss is None or math.isfinite(loss) else None
         self._noise: float | None = None  # by which two runs from the same values differ
-        self._left: dict[Holder, Any] = {}  # what the latest run has left
+        self._left: dict[Holder, Any] = {}  # what the first run from there has left
 
     def carried(self, depends: Callable[[torch.Tensor], bool]) -> list[Change]:
         """The changes that another segment would read in the next forward, or the same one where others have changed
@@ -241,21 +243,36 @@ class Trials:
         last segment, behind which nothing is."""
         found: list[Change] = []
         grown: list[Change] = []
+        going_on: list[Change] = []
         for change in changes:
-            if change.first == last or not change.is_plain():
+            if change.first == last and not change.set_before:
                 continue
             if change.is_of_one:
                 (grown if change.has_grown else found).append(change)
             elif change.ends_as_begun or same(self._left.get(change.place, _LET_GO), change.last):
+                change.begins_anew = True
                 found.append(change)
-        if grown and self._differs((), _at((change.first + 1, change) for change in grown)):
+            else:
+                going_on.append(change)
+        if grown and self._differs((), _at((change.first + 1, change.place, change.before) for change in grown)):
             found += grown
+        if going_on and self._are_read(going_on, last):
+            for change in going_on:
+                change.begins_anew = True
+            found += going_on
         return found
+
+    def _are_read(self, changes: Collection[Change], last: int) -> bool:
+        """True if a segment does something else where another micro-batch has passed it just before, or where what
+        earlier ones have changed is as it was."""
+        passed = ((s, c.place, c.at(s + 1)) for c in changes for s in range(last + 1))
+        as_begun = ((s, c.place, c.before) for c in changes for s in range(c.first + 1, last + 1))
+        return self._differs((), _at(passed)) or self._differs((), _at(as_begun))
 
     def _matter(self, changes: Collection[Change]) -> bool:
         """True if the forward is another one where it begins with what it has left itself. Of a place that one segment
         alone changes, that segment may go on from what was there."""
-        return self._differs(changes, _at((change.first, change) for change in changes if change.is_of_one))
+        return self._differs(changes, _at((c.first, c.place, c.before) for c in changes if c.is_of_one))
 
     def _differs(self, begun_with: Collection[Change], at: Mapping[int, Held]) -> bool:
         if self._loss is None:
@@ -265,7 +282,8 @@ class Trials:
         found, met = self._run(tuple((as_it_was | left).items()), at)
         for change in begun_with:
             change.set_before |= change.is_of_one and not same(met.get(change.place, change.last), change.last)
-        self._left = {change.place: change.place.now() for change in self._changes}
+        if begun_with and not self._left:
+            self._left = {change.place: change.place.now() for change in self._changes}
         if found == self._loss:
             return False
         if self._noise is None:
@@ -283,11 +301,11 @@ def _is_figure(value: Any) -> bool:
     return isinstance(value, int | float | complex | torch.Tensor) and not isinstance(value, bool)
 
 
-def _at(changes: Iterable[tuple[int, Change]]) -> dict[int, Held]:
-    """Values from before changes, by the segment that is to begin with them."""
+def _at(values: Iterable[tuple[int, Holder, Any]]) -> dict[int, Held]:
+    """Values in places, by the segment that is to begin with them."""
     found: dict[int, Held] = {}
-    for segment, change in changes:
-        found[segment] = (*found.get(segment, ()), (change.place, change.before))
+    for segment, place, value in values:
+        found[segment] = (*found.get(segment, ()), (place, value))
     return found
 
 

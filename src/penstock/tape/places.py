@@ -28,17 +28,45 @@ ABSENT: Any = object()
 """The value where there is none."""
 _NUMBERS = (bool, int, float, complex, str, bytes)
 """Types of which another object may be the same value."""
+_SMALL = 4096
+"""Elements of tensors whose numbers are looked at."""
 
 
-def same(one: Any, other: Any) -> bool:
-    """True if two values are one object, or the same number or text, or such side by side."""
+def same(one: Any, other: Any, depth: int = 3) -> bool:
+    """True if two values are one object, or the same number or text, small tensors of the same numbers, or such side by
+    side: in lists, dicts and objects that are ``depth`` deep."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return isinstance(one, _NUMBERS) and bool(one == other)
+    if isinstance(one, torch.Tensor):
+        return _are_equal(one, other)
+    if isinstance(one, tuple | list):
+        return (
+            len(one) == len(other) and depth > 0 and all(same(a, b, depth - 1) for a, b in zip(one, other, strict=True))
+        )
+    if isinstance(one, _NUMBERS):
+        return bool(one == other)
+    if not isinstance(one, dict):
+        if isinstance(one, torch.nn.Module | type) or (one := attributes_within(one)) is None:
+            return False
+        other = attributes_within(other) or {}
+    return (
+        depth > 0
+        and one.keys() == other.keys()
+        and all(same(dict.get(one, key), dict.get(other, key), depth - 1) for key in dict.keys(one))
+    )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (
+        one.is_meta
+        or one.numel() > _SMALL
+        or (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device)
+    ):
+        return False
+    with torch.no_grad(), without_functions(), unwatched():
+        return torch.equal(one, other)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

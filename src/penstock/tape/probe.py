@@ -127,10 +127,9 @@ class Probe:
         refuse_kept(self._segments)
         self._views.refuse()
         self._smuggled.refuse()
-        carried, suspects = (
-            self._smuggled.carries(before, self._accesses),
-            tuple(self._accesses.suspects(self._watch.birth)),
-        )
+        carried = self._smuggled.carries(before, self._accesses)
+        filled = tuple(self._smuggled.filled(before, self._overwritten.before))
+        suspects = (*self._accesses.suspects(self._watch.birth), *filled)
         before.refuse_unplaced()
         self._note_handed_on(suspended)
         found = Stages(self._segments)  # now: what is saved or touched in the backward must not count
@@ -390,13 +389,13 @@ class Probe:
     def _note_handed_on(self, suspended: SuspendedForward) -> None:
         """Note behind which segments there are values that later ones read, and which calls find them."""
         self._changes.end(self._handed)
-        plain = [change for change in self._changes.found if change.is_plain()]
+        plain, carried = [c for c in self._changes.found if c.is_plain()], self._smuggled.carried
         for index, segment in enumerate(self._segments):
-            written = [pair for pair in segment.overwritten if self._smuggled.carried.is_shared(pair[0].of)]
+            written = [pair for pair in segment.overwritten if carried.is_shared(pair[0].of)]
             segment.facts.finds = (*self._accesses.found_by(index), *(place for place, _ in written))
-            own = [pair for pair in segment.own if pair[0] in segment.facts.finds]
-            around = ((change.place, change.at(index)) for change in plain)
-            suspended.backward.amend(index, own=(*own, *around, *written))
+            segment.facts.undoes = tuple(self._accesses.written_in(index))
+            own = [*(pair for pair in segment.own if pair[0] in segment.facts.finds), *written]
+            suspended.backward.amend(index, own=(*own, *((c.place, c.at(index)) for c in plain)))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():

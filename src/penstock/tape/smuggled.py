@@ -6,7 +6,7 @@ watched for what they read: a block may read what it was handed and what does no
 own code may read of a block what it has returned.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -19,10 +19,11 @@ from penstock.tape import trees
 from penstock.tape.accesses import Accesses
 from penstock.tape.buffers import ModulesBefore
 from penstock.tape.carried import Carried, Replaced
+from penstock.tape.changes import Change
 from penstock.tape.generators import Generator, States
 from penstock.tape.holders import along
 from penstock.tape.outside import Outside
-from penstock.tape.places import Holder, Steps, Way
+from penstock.tape.places import Held, Holder, Memory, Steps, Way, same
 from penstock.tape.watch import Op, Operand, Watch, packets
 from penstock.tape.weight_views import Alias
 
@@ -149,6 +150,15 @@ class Smuggled:
             what = carried if isinstance(carried, str) else names.get(carried, "a tensor or generator of its own")
             return self.goes_on(what, segments)
         return None
+
+    def filled(self, before: ModulesBefore, overwritten: Held) -> Iterator[Change]:
+        """Tensors from before the forward that it fills with other numbers than they had, and not with what depends on
+        any, of those that several segments use. ``overwritten``: all but buffers, as they were."""
+        buffers = ((f"buffer {b.path!r}", Memory(of=b.tensor), b.value) for b in before.buffers if b.tensor is not None)
+        for what, place, value in chain(buffers, (("a tensor of its own", *pair) for pair in overwritten)):
+            segments = sorted(self.carried.filled_in(place.of))
+            if segments and value is not None and not same(value, now := place.now()):
+                yield Change(place=place, name=what, before=value, after=dict.fromkeys(segments, now))
 
     def goes_on(self, what: str, segments: Iterable[int]) -> str:
         """The words for ``what`` these segments have for each other in the next micro-batch."""
