@@ -32,7 +32,7 @@ from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import versions
-from penstock.tape.places import Holder, values_in
+from penstock.tape.places import ABSENT, Holder, values_in
 from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of, left_on, refuse_kept
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -392,9 +392,10 @@ class Probe:
         plain, carried = [c for c in self._changes.found if c.is_plain()], self._smuggled.carried
         for index, segment in enumerate(self._segments):
             written = [pair for pair in segment.overwritten if carried.is_shared(pair[0].of)]
-            segment.facts.finds = (*self._accesses.found_by(index), *(place for place, _ in written))
+            before = dict(self._accesses.finds(index))
+            segment.facts.finds = (*before, *(place for place, _ in written))
             segment.facts.undoes = tuple(self._accesses.written_in(index))
-            own = [*(pair for pair in segment.own if pair[0] in segment.facts.finds), *written]
+            own = [*((p, value) for p, value in (before | dict(segment.own)).items() if value is not ABSENT), *written]
             suspended.backward.amend(index, own=(*own, *((c.place, c.at(index)) for c in plain)))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()

@@ -156,7 +156,7 @@ class Smuggled:
         any, of those that several segments use. ``overwritten``: all but buffers, as they were."""
         buffers = ((f"buffer {b.path!r}", Memory(of=b.tensor), b.value) for b in before.buffers if b.tensor is not None)
         for what, place, value in chain(buffers, (("a tensor of its own", *pair) for pair in overwritten)):
-            segments = sorted(self.carried.filled_in(place.of))
+            segments = sorted(self.carried.filled_in(place.of)) if trees.has_storage(place.of) else ()
             if segments and value is not None and not same(value, now := place.now()):
                 yield Change(place=place, name=what, before=value, after=dict.fromkeys(segments, now))
 
