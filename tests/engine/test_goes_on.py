@@ -245,3 +245,81 @@ STAY = ((counted_at_once, 0), (counted_in_all_stages, 0), (mean_at_once, None), 
 @pytest.mark.parametrize(("run", "kept"), STAY, ids=[run.__name__ for run, _ in STAY])
 def test_an_attribute_that_one_stage_alone_changes_or_that_nothing_depends_on_may_go_on(run: Run, kept: Any) -> None:
     assert_plain(keeping(run, kept), budget(None))
+
+
+class Counting(Layer):
+    """Keeps a number from call to call on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class Centred(Layer):
+    """A model that normalises by a running mean that is no buffer, and begins at the first one: from the same inputs
+    again it is the same."""
+
+    mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean((0, 1))
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class CentredByNumber(Layer):
+    """The same with a number in the place of a tensor."""
+
+    mean: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = float(x.detach().mean())
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return super().forward(x - self.mean)
+
+
+class EverySecond(Layer):
+    """Does something else after each two calls: a forward and its recomputation alone would not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + (self.calls - 1) // 2 % 2)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("layer", [Counting, Centred, CentredByNumber, EverySecond])
+def test_attributes_that_a_block_alone_goes_on_with_are_in_its_recomputation_as_in_its_call(
+    layer: type[nn.Module], schedule: Any
+) -> None:
+    assert_plain(lambda: Stack(layer), budget(None), clip=0.01, schedule=schedule, recompute=True)
+
+
+def counted_by_a_block(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return through(model, x) * (1 + 0.1 * model.kept)
+
+
+class CountsElsewhere(Told):
+    """A layer that counts on its model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.model[0].kept += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_a_recomputation_changes_no_attribute(schedule: Any) -> None:
+    def build() -> nn.Module:
+        model: Any = Stack(run=counted_by_a_block)
+        model.layers = nn.ModuleList([Layer(), CountsElsewhere(model)])
+        model.kept = 0
+        return model  # type: ignore[no-any-return]
+
+    assert_plain(build, budget(None), clip=0.01, schedule=schedule, recompute=True)

@@ -14,7 +14,7 @@ from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
 from penstock.tape.changes import Change
-from penstock.tape.places import ABSENT, Entry, Holder, same
+from penstock.tape.places import Entry, Held, Holder, same
 from penstock.tape.segments import BirthOf
 
 Attribute = tuple[nn.Module, str]
@@ -78,14 +78,14 @@ class Accesses:
         """Places as of ``seen_by``, without those that go on from one forward to the next, as far as is known."""
         return [_place(attribute) for attribute in self._seen.get(segment, ()) if self._is_handed_on(attribute)]
 
-    def finds(self, segment: int) -> Iterator[tuple[Holder, Any]]:
-        """The places of the attributes that a segment reads before it assigns them itself, and that others assign or
-        itself, each with what was there as the forward began, or ``ABSENT`` where that is not known."""
-        for attribute in self._seen.get(segment, ()):
-            yield _place(attribute), ABSENT
-        for attribute, before in self._read_first.items():
-            if segment in self._read[attribute] and segment <= self._written[attribute][0]:
-                yield _place(attribute), before
+    def begun_with(self, segment: int) -> Held:
+        """The places of the attributes that a segment reads and none before it assigns, but it itself or a later one,
+        with what was there as the forward began."""
+        return tuple(
+            (_place(attribute), before)
+            for attribute, before in self._read_first.items()
+            if segment in self._read[attribute] and segment <= self._written[attribute][0]
+        )
 
     def handed_on(self) -> Iterator[tuple[int, Holder]]:
         """Each segment with the place of an attribute that it assigns and that a later one reads, be it the first one

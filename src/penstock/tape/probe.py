@@ -32,7 +32,7 @@ from penstock.tape.likeness import FirstOutputs
 from penstock.tape.losses import Losses
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.parameters import versions
-from penstock.tape.places import ABSENT, Holder, values_in
+from penstock.tape.places import Holder, values_in
 from penstock.tape.segments import InTwo, Seen, Segment, Stages, Usage, graph_of, left_on, refuse_kept
 from penstock.tape.smuggled import Smuggled
 from penstock.tape.suspended import Arrival, SuspendedForward
@@ -392,11 +392,11 @@ class Probe:
         plain, carried = [c for c in self._changes.found if c.is_plain()], self._smuggled.carried
         for index, segment in enumerate(self._segments):
             written = [pair for pair in segment.overwritten if carried.is_shared(pair[0].of)]
-            before = dict(self._accesses.finds(index))
-            segment.facts.finds = (*before, *(place for place, _ in written))
+            begun = (*self._accesses.begun_with(index), *written)
+            segment.facts.finds = (*self._accesses.seen_by(index), *(place for place, _ in begun))
             segment.facts.undoes = tuple(self._accesses.written_in(index))
-            own = [*((p, value) for p, value in (before | dict(segment.own)).items() if value is not ABSENT), *written]
-            suspended.backward.amend(index, own=(*own, *((c.place, c.at(index)) for c in plain)))
+            around = ((change.place, change.at(index)) for change in plain)
+            suspended.backward.amend(index, own=(*segment.own, *begun, *around))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():
