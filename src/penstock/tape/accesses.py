@@ -13,7 +13,7 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.changes import Change
+from penstock.tape.changes import Change, is_figure
 from penstock.tape.places import Entry, Held, Holder, same
 from penstock.tape.segments import BirthOf
 
@@ -138,8 +138,8 @@ def _goes_on(before: Any, now: Any, depends: Callable[[torch.Tensor], bool]) -> 
     is a mark, or a table that does not depend on the micro-batch. Where both are tensors, ``Carried`` knows more."""
     if isinstance(before, torch.Tensor):
         return False
-    if type(now) in (int, float):
-        return type(before) not in (int, float) or bool(before != now)
+    if is_figure(now) and not trees.tensors(now):
+        return not same(before, now)
     return any(map(depends, trees.tensors(now)))
 
 

@@ -81,7 +81,7 @@ class Change:
     @property
     def is_mark(self) -> bool:
         """True of what was not there before, but for figures: it may tell of something that is not undone."""
-        return self.before is ABSENT and not _is_figure(self.last)
+        return self.before is ABSENT and not is_figure(self.last)
 
     def note(self, segment: int, value: Any) -> None:
         if self.after and trees.tensors(self.last):
@@ -292,12 +292,12 @@ class Trials:
         return math.isfinite(self._noise) and (found is None or not abs(found - self._loss) <= 4 * self._noise)
 
 
-def _is_figure(value: Any) -> bool:
+def is_figure(value: Any) -> bool:
     """True of numbers, of tensors, and of what holds nothing else."""
     if isinstance(value, Mapping):
-        return all(map(_is_figure, value.values()))
+        return all(map(is_figure, value.values()))
     if isinstance(value, list | tuple | set | deque):
-        return all(map(_is_figure, value))
+        return all(map(is_figure, value))
     return isinstance(value, int | float | complex | torch.Tensor) and not isinstance(value, bool)
 
 
