@@ -294,9 +294,22 @@ class EverySecond(Layer):
         return super().forward(x) * (1 + (self.calls - 1) // 2 % 2)
 
 
+class Remembering(Layer):
+    """Mixes in what it has returned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.returned.append(y.detach().mean((0, 1)))
+        return y + torch.stack(self.returned).mean(0)
+
+
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("layer", [Counting, Centred, CentredByNumber, EverySecond])
-def test_attributes_that_a_block_alone_goes_on_with_are_in_its_recomputation_as_in_its_call(
+@pytest.mark.parametrize("layer", [Counting, Centred, CentredByNumber, EverySecond, Remembering])
+def test_what_a_block_alone_goes_on_with_is_in_its_recomputation_as_in_its_call(
     layer: type[nn.Module], schedule: Any
 ) -> None:
     assert_plain(lambda: Stack(layer), budget(None), clip=0.01, schedule=schedule, recompute=True)

@@ -80,19 +80,6 @@ class Anew(Layer):
         return super().forward(x)
 
 
-class Remembering(Layer):
-    """Mixes in what it has returned before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.returned: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.returned.append(y.detach().mean((0, 1)))
-        return y + torch.stack(self.returned).mean(0)
-
-
 class Asking(Layer):
     """Does something else where gradients are computed."""
 
@@ -143,7 +130,6 @@ def run_changing_the_head(model: Stack, x: torch.Tensor) -> torch.Tensor:
         (GrowingData, None, "block 'layers.0' changes a parameter in its forward"),
         (Normalised, None, "block 'layers.0' changes parameter 'layers.0.linear.weight' in its forward"),
         (Anew, None, "block 'layers.0' changes parameter 'linear.weight' in its forward"),
-        (Remembering, None, "block 'layers.2' returned other numbers when it was recomputed"),
         (Imaginary, run_by_real_numbers, "block 'layers.2' returned other numbers when it was recomputed"),
         (Thin, run_by_real_numbers, "block 'layers.2' returned other numbers when it was recomputed"),
         (Asking, None, "block 'layers.2' returned other numbers when it was recomputed"),

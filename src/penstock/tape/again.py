@@ -111,8 +111,10 @@ def settle(
     again.tape.flowing |= {c.place for c in own if c.is_of_one}
     _note_found(segments, [*own, *(c for c in carried if c.is_plain())])
     for change in changes:
-        for index in change.after:
+        for index in change.after:  # where a call goes on from what is there, its recomputation does from the same
             segments[index].facts.undoes += (change.place,)
+            if change.is_plain() and change.place not in segments[index].facts.finds:
+                segments[index].facts.finds += (change.place,)
     if not carried:
         return None
     what = carried[0].name

@@ -18,6 +18,7 @@ from penstock.compat.torch import storage_key
 from penstock.tape import trees
 from penstock.tape.places import (
     ABSENT,
+    SMALL,
     Attribute,
     Attributes,
     Contents,
@@ -84,7 +85,7 @@ class Change:
         return self.before is ABSENT and not is_figure(self.last)
 
     def note(self, segment: int, value: Any) -> None:
-        if self.after and trees.tensors(self.last):
+        if self.after and _is_large(self.last):
             self.after[next(reversed(self.after))] = _LET_GO
         self.after[segment] = value
 
@@ -93,9 +94,9 @@ class Change:
         return next((value for s, value in reversed(self.after.items()) if s < segment), self.before)
 
     def is_plain(self) -> bool:
-        """True if each micro-batch's values can be noted and put there. Tensors are looked at by themselves."""
+        """True if each micro-batch's values can be noted and put there. Large tensors are looked at by themselves."""
         values = (self.before, *self.after.values())
-        return not (self.handed or any(value is _LET_GO or trees.tensors(value) for value in values))
+        return not (self.handed or any(value is _LET_GO or _is_large(value) for value in values))
 
 
 class Changes:
@@ -290,6 +291,11 @@ class Trials:
             again, _ = self._run(tuple(as_it_was.items()), {})
             self._noise = math.inf if again is None else abs(again - self._loss)
         return math.isfinite(self._noise) and (found is None or not abs(found - self._loss) <= 4 * self._noise)
+
+
+def _is_large(value: Any) -> bool:
+    """True of what holds many numbers in tensors."""
+    return sum(tensor.numel() for tensor in trees.tensors(value)) > SMALL
 
 
 def is_figure(value: Any) -> bool:

@@ -28,7 +28,7 @@ ABSENT: Any = object()
 """The value where there is none."""
 _NUMBERS = (bool, int, float, complex, str, bytes)
 """Types of which another object may be the same value."""
-_SMALL = 4096
+SMALL = 4096
 """Elements of tensors whose numbers are looked at."""
 
 
@@ -61,7 +61,7 @@ def same(one: Any, other: Any, depth: int = 3) -> bool:
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (
         one.is_meta
-        or one.numel() > _SMALL
+        or one.numel() > SMALL
         or (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device)
     ):
         return False

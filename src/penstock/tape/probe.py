@@ -128,7 +128,7 @@ class Probe:
         self._views.refuse()
         self._smuggled.refuse()
         carried = self._smuggled.carries(before, self._accesses)
-        filled = tuple(self._smuggled.filled(before, self._overwritten.before))
+        filled = tuple(self._smuggled.filled(before, tuple(self._overwritten.before)))
         suspects = (*self._accesses.suspects(self._watch.birth), *filled)
         before.refuse_unplaced()
         self._note_handed_on(suspended)
