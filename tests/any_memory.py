@@ -199,6 +199,10 @@ def any_memory(drawn: random.Random) -> Spec:
         )
         if {"set", "reset"} & {*spec.acts()} and {"read", "ask"} & {*spec.acts()}:
             setting = sum(act in ("set", "reset") for act in spec.acts())
-            if place in _IN_PLACE and value in ("length", "constant") and (setting > 1 or len({*spec.lengths}) > 1):
+            if (
+                place in _IN_PLACE
+                and value in ("length", "constant")
+                and (setting > 1 or len({n for s in spec.lengths for n in s}) > 1)
+            ):
                 continue  # goes undetected: what follows from shapes alone is taken for the same in all micro-batches
             return spec
