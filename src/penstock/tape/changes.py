@@ -239,7 +239,7 @@ class Trials:
         return [change for change in suspects if self._matter([change])] or suspects
 
     def own(self, changes: Iterable[Change], last: int) -> list[Change]:
-        """Those of the changes, none of them carried, that later segments may read: what is there then is each
+        """Of these changes, none of them carried, all that later segments may read: what is there then is each
         micro-batch's own. Not logs and counts that several segments go on with, and nothing has read. ``last``: the
         last segment, behind which nothing is."""
         found: list[Change] = []
