@@ -123,7 +123,7 @@ class Search:
         yield from ((place, name_of(place.key)) for place in known)
         classes = (kind for kind in code if isinstance(kind, type))
         yield from (
-            (ClassAttribute(of=kind, key=key), f"{kind.__name__}.{key}") for kind in classes for key in _own(kind)
+            (ClassAttribute(of=kind, key=key), f"{kind.__name__}.{key}") for kind in classes for key, _ in _own(kind)
         )
         others = self._others[isinstance(self._others[0], types.MethodType) :]
         functions = [(part, ()) for part in code if isinstance(part, types.FunctionType)]
@@ -226,10 +226,13 @@ def _name(way: Steps) -> str:
     return ".".join(name_of(key) for _, _, key in way if key is not None) or "a variable of a function"
 
 
-def _own(kind: type) -> list[str]:
-    """The names of a class's attributes, but for methods and those of Python's."""
-    members = vars(kind).items()
-    return [name for name, value in members if not (name.startswith("__") or isinstance(value, _METHODS))]
+def _own(kind: type) -> list[tuple[str, Any]]:
+    """A class's attributes with their names, but for methods and those of Python's: a dataclass has as many of these,
+    as annotations and fields, as all else that a search comes to."""
+    members = list(vars(kind).items())
+    return [
+        (name, value) for name, value in members if not (name[:2] == "__" == name[-2:] or isinstance(value, _METHODS))
+    ]
 
 
 def along(way: Iterable[Step]) -> Iterator[Holder]:
@@ -329,8 +332,7 @@ def _within(item: Any) -> Iterator[tuple[Step | None, Any]]:
 def parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
     """The values within an object: see ``_within``."""
     if isinstance(item, type):
-        members = list(vars(item).items())
-        yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
+        yield from (((ClassAttribute, item, name), value) for name, value in _own(item))
         return
     if isinstance(item, tuple):
         yield from (((Part, item, index), part) for index, part in enumerate(items_of(item)))
