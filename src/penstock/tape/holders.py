@@ -89,6 +89,7 @@ class Search:
         self._others: list[Any] = [loss_fn, *hooks]
         self._seen: set[int] = set()  # values from which ``places`` was, by identity
         self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
+        self._read: dict[tuple[types.CodeType, int], list[tuple[dict[str, Any], str]]] = {}  # globals that code names
         self._code, self._globals = self._code_of(self._own)
 
     def _code_of(self, modules: Iterable[nn.Module]) -> tuple[list[Any], set[Entry]]:
@@ -175,9 +176,23 @@ class Search:
                 yield item, way
                 queue += (
                     (way if step is None else (*way, step), part)
-                    for step, part in islice(_within(item), _MOST_OF_ONE)
+                    for step, part in islice(self._within(item), _MOST_OF_ONE)
                     if self._may_hold(part)
                 )
+
+    def _within(self, item: Any) -> Iterator[tuple[Step | None, Any]]:
+        """The values within an object, and of a function those that it refers to, each with its holder; with none where
+        it can only be put back with the object."""
+        yield from parts(item)
+        if not isinstance(item, types.FunctionType):
+            return
+        key = item.__code__, id(item.__globals__)
+        places = self._read.get(key)
+        if places is None:  # code names far more than there is
+            places = self._read[key] = [*globals_of(item)]
+        for known, name in places:
+            if (value := known.get(name, ABSENT)) is not ABSENT and _may_be_kept(value):
+                yield (Entry, known, name), value
 
     def _may_hold(self, value: Any) -> bool:
         """True of a tensor, and of what may hold one."""
@@ -321,16 +336,8 @@ def _fixed(item: Any) -> Collection[Any]:
     return tuple(items_of(item)) if isinstance(item, tuple | frozenset) else ()
 
 
-def _within(item: Any) -> Iterator[tuple[Step | None, Any]]:
-    """The values within an object, and of a function those that it refers to, each with its holder; with none where it
-    can only be put back with the object."""
-    yield from parts(item)
-    if isinstance(item, types.FunctionType):
-        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
-
-
 def parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
-    """The values within an object: see ``_within``."""
+    """The values within an object: see ``Search._within``."""
     if isinstance(item, type):
         yield from (((ClassAttribute, item, name), value) for name, value in _own(item))
         return
@@ -355,5 +362,10 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     """The globals that a function may refer to, but for modules and code, each with its value now, or ``ABSENT``."""
     for known, name in globals_of(function):
         value = known.get(name, ABSENT)
-        if not (isinstance(value, types.ModuleType) or (callable(value) and not is_of_a_model(type(value).__module__))):
+        if _may_be_kept(value):
             yield (Entry, known, name), value
+
+
+def _may_be_kept(value: Any) -> bool:
+    """False of modules and of code."""
+    return not (isinstance(value, types.ModuleType) or (callable(value) and not is_of_a_model(type(value).__module__)))
