@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from bench.cluster import Cluster
 from hypothesis import HealthCheck, settings
 
 from bench import cluster
+from penstock.shape.huggingface import HuggingFaceModel
+from penstock.shape.model import ModelProfile
 from tests import sampling, small_examples
 from tests.accelerator.elsewhere import PREFIX, pytest_runtest_protocol, pytest_runtest_setup
 from tests.faults import calls_can_be_replaced
@@ -30,13 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # How long an example takes says nothing where other processes have the cores; what must be soon says how soon.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("busy", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
 calls_can_be_replaced()
 
 __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]  # of tests that need an accelerator
 
+_PROFILES: dict[str, ModelProfile] = {}
+_SHIFTS: dict[tuple[type, str], bool | None] = {}
 FINDINGS = pytest.StashKey[list[str]]()
 
 
@@ -176,6 +181,42 @@ def one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search for a plan simulates the first of its proposals and takes it, where it would try others for half of its
     time: for tests to which any plan will do that fits."""
     monkeypatch.setattr("penstock.planner.search.SIMULATIONS", 1)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch, one_simulation: None) -> None:
+    """Other batches are not weighed, nor what would help, which takes most of a plan's time: for tests that look at
+    neither, and to which any plan will do."""
+    monkeypatch.setattr("penstock.planner.ask.PlanReport.curve", ())
+    monkeypatch.setattr("penstock.planner.ask.PlanReport.advice", ())
+
+
+@pytest.fixture(scope="module")
+def each_model_is_looked_at_once() -> Iterator[None]:
+    """Commands start with the same few models again and again, in micro-batches of the same sizes. What runs of these
+    without weights find, which takes a quarter of such a start, is the subject of ``tests/shape`` and ``tests/hf``."""
+    from penstock.cli import model as cli_model
+
+    profile, shifts = HuggingFaceModel.profile, cli_model.shifts
+
+    def profile_once(shape: HuggingFaceModel, *asked: Any) -> ModelProfile:
+        if shape.change is not None:  # two may look alike
+            return profile(shape, *asked)
+        key = repr((shape, asked))
+        if key not in _PROFILES:
+            _PROFILES[key] = profile(shape, *asked)
+        return _PROFILES[key]
+
+    def shifts_once(built: Any) -> bool | None:
+        key = (type(built), built.config.to_json_string())
+        if key not in _SHIFTS:
+            _SHIFTS[key] = shifts(built)
+        return _SHIFTS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFaceModel, "profile", profile_once)
+        patch.setattr(cli_model, "shifts", shifts_once)
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from bench.bytes import CASES, Case, measure, table
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("case", [case for case in CASES if case.moments == "fp32"], ids=lambda case: case.name)
 def test_a_block_that_is_loaded_twice_moves_what_is_required_and_what_is_loaded_once_less(
     case: Case, tmp_path: Path
@@ -36,6 +37,7 @@ def test_a_block_that_is_loaded_twice_moves_what_is_required_and_what_is_loaded_
     assert other.missed() == [f"{case.name}, blocks, loaded twice: {said}"]
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("case", [case for case in CASES if case.moments != "fp32"], ids=lambda case: case.name)
 def test_compact_moments_move_what_is_required_and_small_tensors_what_fp32_does(case: Case, tmp_path: Path) -> None:
     found = measure(case, "gpt-tiny", tmp_path)

@@ -75,7 +75,7 @@ def test_what_a_side_has_started_ends_with_it(tmp_path: Path) -> None:
     """Else it would run beside the next one, whether the side came to its end or took too long."""
     script = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); " + "WAIT" + _REPORTS
     script = script.replace("SCALE", "1.0").replace("LOSS", "2.0").replace("CODE", "0")
-    for wait, patience in (("", None), ("import time; time.sleep(600); ", 5.0)):
+    for wait, patience in (("", None), ("import time; time.sleep(600); ", 2.0)):
         side = Side(name="a", command=(sys.executable, "-c", script.replace("WAIT", wait)))
         with nullcontext() if patience is None else pytest.raises(BenchError, match="ended with code -9"):
             harness.run(side, _work(tmp_path), group=None, logs=tmp_path, warm_up=1, patience=patience)

@@ -104,7 +104,13 @@ def test_clipping_variants_do_what_their_names_say_with_one_plan(tmp_path: Path)
         clipping.check(replace(measured, plans=measured.plans | {"speculating": other}))
 
 
-def test_alpha_prints_each_delay_as_it_was_planned_and_predicted(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_simulation")
+def test_alpha_prints_each_delay_as_it_was_planned_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two of its delays, and of the one that the plan chooses."""
+    monkeypatch.setattr(alpha, "DELAYS", (0.0, 0.3))
+    monkeypatch.setattr(alpha, "VARIANTS", [v for v in alpha.VARIANTS if v.name in ("0", "0.3", alpha.CHOSEN)])
     measured = turns_run.run(_job(tmp_path, alpha.VARIANTS, profile=True, measured=1))
     turns.check_same(measured)
     assert [measured.plans[f"{delay:g}"].delay for delay in alpha.DELAYS] == list(alpha.DELAYS)

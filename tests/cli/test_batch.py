@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,11 @@ from penstock.config import BatchConfig, Endurance, TrainConfig
 from penstock.errors import BudgetError, ConfigError
 from penstock.hardware.machine import Machine
 from penstock.hardware.profiles import save_profile
-from penstock.shape.huggingface import HuggingFaceModel
-from penstock.shape.model import ModelProfile
 from tests.engine.test_prediction import machine
 from tests.machines import measured_here
 from tests.runs import FROM_NOTHING, write_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _each_dry_run_once() -> Iterator[None]:
-    """These tests cut batches of one model again and again, into micro-batches of the same sizes: what a dry run of
-    these finds is the subject of ``tests/shape``."""
-    plain, known = HuggingFaceModel.profile, dict[str, ModelProfile]()
-
-    def once(shape: HuggingFaceModel, *asked: Any) -> ModelProfile:
-        key = repr((shape, asked))
-        if key not in known:
-            known[key] = plain(shape, *asked)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HuggingFaceModel, "profile", once)
-        yield
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BF16 = ["--precision", "bf16"]
 
 
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize(
     ("flags", "cost"),
     [

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -117,21 +118,21 @@ def test_what_cannot_be_said_keeps_no_signal_from_being_heard() -> None:
     assert done.returncode == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize(
-    "signals",
-    [(signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)],
-    ids=["shell and kernel", "torchrun", "systemd"],
-)
-def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request(signals: tuple[signal.Signals, ...]) -> None:
-    with _loop("endless step") as process:
-        assert process.stderr is not None
-        os.kill(process.pid, signals[0])
-        assert "Stopping after this step" in process.stderr.readline()
-        os.kill(process.pid, signals[1])
+def test_a_terminal_that_closes_with_two_signals_at_once_is_one_request() -> None:
+    """As a shell and the kernel send them, torchrun, and systemd."""
+    sent = [(signal.SIGHUP, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_loop("endless step")) for _ in sent]
+        for process, (first, second) in zip(processes, sent, strict=True):
+            assert process.stderr is not None
+            os.kill(process.pid, first)
+            assert "Stopping after this step" in process.stderr.readline()
+            os.kill(process.pid, second)
         time.sleep(1.2)
-        assert process.poll() is None
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
+        assert [process.poll() for process in processes] == [None] * len(sent)
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(timeout=PATIENCE) == 128 + signal.SIGTERM
 
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:

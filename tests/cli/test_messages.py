@@ -67,6 +67,7 @@ def test_a_drive_that_becomes_slow_is_said_each_time_it_does(
         assert float(rates[1]) < 0.01 < 0.1 < float(rates[2])
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("state", ["disk", "host"])
 def test_out_of_memory_says_what_to_lower_what_is_safe_and_how_to_go_on(
     state: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

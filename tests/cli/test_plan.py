@@ -304,13 +304,14 @@ def test_unknown_names_say_what_is_near(capsys: pytest.CaptureFixture[str]) -> N
     assert "cannot read the settings" in refused(capsys, "missing.yaml", "--machine", "a100-40g")
 
 
+@pytest.mark.usefixtures("brief")
 def test_an_option_of_the_other_form_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--model", "gpt-65b", "--machine", "a100-40g")
     for flag in ("--ranks", "--epoch-tokens", "--config", "--settings"):
         assert f"there is no option {flag}" in refused(capsys, *model, flag, 2)
     assert "--tokens is for a model without a settings file" in refused(capsys, config, "--tokens", "5M")
     assert "--longest takes no value" in refused(capsys, *model, "--longest", "true")
-    assert main(["plan", *model, "--optimizer", "sgd", "--momentum", "0.9", "--json"]) == 0
+    assert main(["plan", *model, "--optimizer", "sgd", "--momentum", "0.9", "--delay", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
 
 

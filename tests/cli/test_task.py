@@ -51,6 +51,7 @@ def test_what_a_run_replaces_makes_room_for_it(config: Path, tmp_path: Path, mon
     assert main(["train", str(config), "--steps", "1", "--overwrite"]) == 2
 
 
+@pytest.mark.sampled(4, values=False)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -52,6 +52,7 @@ def _slot(run: Path, name: str) -> int:
 MUON = ("--optimizer.name", "muon", "--optimizer.adamw.lr", "1e-3")
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("words", [(), MUON], ids=["adamw", "muon"])
 def test_state_that_takes_less_memory_is_read_and_damage_in_it_is_named(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

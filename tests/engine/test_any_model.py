@@ -362,7 +362,7 @@ def test_a_model_of_any_kind_has_the_numbers_of_a_plain_loop_or_is_refused(
     campaign: Campaign, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = 0
-    for seed in range(campaign.cases(5, 3000)):
+    for seed in range(campaign.cases(3, 3000)):
         drawn = random.Random(seed)
         spec, setting = any_spec(drawn), any_setting(drawn)
         with monkeypatch.context() as patch:

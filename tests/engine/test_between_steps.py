@@ -110,6 +110,7 @@ def wrapped_model(model: nn.Module, where: penstock.Budget, **settings: Any) -> 
 MICRO_BATCHES = [{"x": torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)}]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "places"),
     [(name, {"disk": True}) for name in CHANGES | OF_MODULES] + [(name, {}) for name in CHANGES],

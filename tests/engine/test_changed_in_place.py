@@ -300,6 +300,7 @@ OWN: dict[Run, type[nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("run", OWN, ids=lambda run: run.__name__)
 def test_what_later_stages_read_is_each_micro_batch_s_own(run: Run, recompute: bool) -> None:

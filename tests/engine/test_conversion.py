@@ -91,7 +91,7 @@ def begun(form: Moments, folder: Path, precision: str = "bf16", **places: Any) -
     return found
 
 
-@pytest.mark.sampled(2, values=False)
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize(
     ("precision", "places"),
     [("bf16", {}), ("fp32", {"slots": 1}), ("fp16", {"weights": "host", "state": "host"})],

@@ -36,7 +36,7 @@ def usual(precision: Any, moments: Any, native: bool) -> tuple[float, dict[str, 
     return trained(precision, moments, torch.float32)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "int8")])

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
-from tests.models import MODELS, MicroBatch
+from tests.models import MODELS, PLAIN, MicroBatch
 from tests.training import assert_same, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +39,7 @@ def test_the_bytes_written_are_all_that_reach_the_disk(
     activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are those of the write lane, and the checksums of the commit besides."""
-    case = MODELS["llama"]
+    case = PLAIN
     where = budget(tmp_path / "store", activations=activations)
     with wrap(case, where) as engine:
         for micro_batches in steps_of(case, 3):
@@ -52,7 +52,7 @@ def test_the_bytes_written_are_all_that_reach_the_disk(
 
 
 def test_a_commit_in_the_background_counts_as_written(tmp_path: Path) -> None:
-    case = MODELS["llama"]
+    case = PLAIN
     where = budget(tmp_path / "store", state="host", weights="host", durability="interval", interval=2)
     with wrap(case, where) as engine:
         written = [engine.step(micro_batches).bytes_written for micro_batches in steps_of(case, 5)]
@@ -62,7 +62,7 @@ def test_a_commit_in_the_background_counts_as_written(tmp_path: Path) -> None:
 
 
 def test_a_plan_made_before_the_first_step_changes_nothing_but_when(tmp_path: Path) -> None:
-    case, steps = MODELS["llama"], steps_of(MODELS["llama"], 2)
+    case, steps = PLAIN, steps_of(PLAIN, 2)
     with wrap(case, budget(tmp_path / "a")) as engine:
         plain = run_steps(engine, steps)
     with wrap(case, budget(tmp_path / "b")) as engine:

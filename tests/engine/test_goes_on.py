@@ -192,6 +192,7 @@ ENDS_AS_BEGUN = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize(("run", "kept"), ENDS_AS_BEGUN, ids=[run.__name__ for run, _ in ENDS_AS_BEGUN])
 def test_an_attribute_that_ends_as_it_began_is_each_micro_batch_s_own(run: Run, kept: Any, schedule: Any) -> None:

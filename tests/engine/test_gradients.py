@@ -88,6 +88,7 @@ def crossing(plan: Plan) -> Counter[float]:
     return Counter(op.nbytes / cuts[op.id.group] for op in plan.schedule.lanes["d2h"] if op.id.kind == "DG")
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_side_that_casts_changes_no_bit(precision: str, tmp_path: Path) -> None:
     plan, clip = planned(precision), limit(precision)

@@ -24,6 +24,7 @@ CALLS = 3 * len(STEPS[0])
 ON_HOST: Mapping[str, Any] = {"weights": "host", "state": "host"}
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_as_many_graphs_as_there_is_room_for_change_no_bit(schedule: str) -> None:
     wanted = train(CASE, budget(None, **ON_HOST), STEPS, schedule=schedule, recompute=True, overlap=False)
@@ -132,6 +133,7 @@ class Live(TorchDispatchMode):
         return self.watch.__torch_dispatch__(func, types, args, kwargs)
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 def test_what_graphs_hold_is_within_their_pool(schedule: str) -> None:
     """Live bytes when the last forward has run are at most those of all pools that torch's allocator serves, and more

@@ -57,7 +57,7 @@ def wanted(form: Moments, optimizer: str = "adamw", precision: str = "bf16") -> 
         return train(CASE, where, STEPS, **settings_of(form, optimizer, precision), **more)
 
 
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("form", "optimizer", "precision"),

@@ -73,7 +73,7 @@ def variants(precision: str, place: str) -> list[tuple[bool, float]]:
     return [(True, 0.0), (True, 0.4), (False, 0.6), (True, 1.0)] if place == "disk" else [(True, 0.4)]
 
 
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize(
     ("precision", "place", "speculate", "delay"),
     [(p, place, *v) for p in ("fp32", "bf16", "fp16") for place in places(p) for v in variants(p, place)],

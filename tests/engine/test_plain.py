@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import penstock
 from penstock.config.optimizer import OptimizerSpec
 from penstock.tape.dry import build_on_meta, dry_run
 from tests.engine.test_prediction import machine
-from tests.models import MODELS, PLAIN, Case, MicroBatch, causal_lm
+from tests.models import MODELS, PLAIN, Case, MicroBatch, causal_lm, qwen3
 from tests.sweep.configs import tiny
 from tests.training import budget, items, master_of, plain_loop, relative, run_steps, steps_of, torch_adamw, wrap
 
@@ -98,9 +99,12 @@ OPTIMIZERS: dict[str, tuple[OptimizerSpec, TorchOptimizer]] = {
 }
 
 
+TWO_BLOCKS = replace(MODELS["qwen3"], build=partial(qwen3, num_hidden_layers=2), blocks=2)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_equals_torchs(name: str, tmp_path: Path) -> None:
-    case, steps = MODELS["qwen3"], steps_of(MODELS["qwen3"], 3)
+    case, steps = TWO_BLOCKS, steps_of(TWO_BLOCKS, 3)
     ours, torchs = OPTIMIZERS[name]
     plain_model = case.model()
     with wrap(case, budget(tmp_path / "store"), optimizer=ours, clip_grad_norm=None) as engine:
@@ -113,7 +117,7 @@ def test_each_optimizer_equals_torchs(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_learning_rate_schedulers_of_torch_work(tmp_path: Path) -> None:
-    case, steps = MODELS["llama"], steps_of(MODELS["llama"], 4)
+    case, steps = PLAIN, steps_of(PLAIN, 4)
 
     def factor(step: int) -> float:
         return (1.0, 0.5, 3.0, 0.1)[step]
@@ -218,7 +222,7 @@ def test_loss_and_gradient_are_the_mean_over_tokens(schedule: str, tmp_path: Pat
 
 
 def test_number_and_shapes_of_micro_batches_may_change(tmp_path: Path) -> None:
-    case, steps = MODELS["gpt2"], []
+    case, steps = PLAIN, list[list[MicroBatch]]()
     for number, lengths in enumerate([(8,), (8, 12), (12, 12, 5), (4, 6, 5), (20,), (8,)], start=1):
         steps += steps_of(case, 1, first=number, lengths=lengths)
     plain_model = case.model()

@@ -58,7 +58,7 @@ def steady(name: str) -> Result:
         return run_steps(engine, STEPS)
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("name", RUNS)
 def test_plans_in_any_order_give_the_bits_of_one(name: str, tmp_path: Path) -> None:
     with RUNS[name].engine(tmp_path) as engine:

@@ -70,7 +70,7 @@ def oracle(name: str) -> Result:
         return run(name, Path(folder, "store"), {}, {"overlap": False})
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", ["tied", "values"])
 def test_parameters_of_many_stages_have_the_same_bits_under_any_schedule(

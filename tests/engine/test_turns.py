@@ -50,6 +50,7 @@ def unwound(engine: penstock.Engine) -> None:
         sys.exit(3)
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("places", [{}, {"weights": "host", "state": "host"}], ids=["disk", "host"])
 def test_a_forked_child_that_ends_changes_nothing_of_its_parents_run(places: dict[str, Any], tmp_path: Path) -> None:
     """It closes the engine, or leaves the block that does by ``sys.exit``; the parent goes on, and its store too."""

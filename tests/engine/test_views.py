@@ -78,6 +78,7 @@ def test_outputs_that_are_larger_for_other_numbers_have_to_stay_on_the_device(ac
         assert engine.step([few] * 3).step == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("read", [True, False], ids=["read", "not-read"])
 @pytest.mark.parametrize("order", [(8, 6), (6, 8), (8,), (6,)], ids=str)
 def test_an_output_may_be_a_view_in_some_micro_batches(order: tuple[int, ...], read: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -148,7 +148,7 @@ def test_moments_are_kept_in_the_form_that_the_strategy_is_told() -> None:
     assert found["fp32"] != found["int8"]
 
 
-@pytest.mark.parametrize("scheduled", [one_cycle, cyclic, averaging])
+@pytest.mark.parametrize("scheduled", [one_cycle, pytest.param(cyclic, marks=pytest.mark.campaign), averaging])
 def test_what_schedules_of_torch_write_into_param_groups_counts(scheduled: Any, tmp_path: Path) -> None:
     """Learning rates and betas; and what they keep there for themselves changes nothing."""
     expected, _ = train(plain_fabric(), scheduled=scheduled)

@@ -84,6 +84,7 @@ LOSSES_OF = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("loss_of", LOSSES_OF)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true"])
 def test_a_loss_is_computed_in_the_precision_that_fabric_computes_it_in(loss_of: Any, precision: Any) -> None:

@@ -312,6 +312,7 @@ def test_a_checkpoint_that_is_written_again_at_its_step_stays_a_whole_one(
     assert last_checkpoint(tmp_path / "engine") is not None
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_power_cut_leaves_a_checkpoint_that_training_goes_on_from(loss: Loss, tmp_path: Path) -> None:
     """Also where the library has removed the ones before as soon as the new one was written."""

@@ -69,7 +69,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
 TRAINED = ["llama", "llama-tied", "mixtral", "qwen3-moe", "gemma3", "gpt2", "deepseek-v3", "gpt-oss"]
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_exported_is_what_was_trained(name: str, tmp_path: Path) -> None:
     """Train a folder, export it; the files are those of a plain model in memory, and so are logits and loss."""

@@ -100,7 +100,7 @@ COMPACT = {
 }
 
 
-@pytest.mark.parametrize("name", COMPACT)
+@pytest.mark.parametrize("name", ["int8", pytest.param("bf16", marks=pytest.mark.campaign), "muon"])
 def test_adapters_whose_moments_take_less_have_the_bits_of_the_oracle_and_go_on_after_a_kill(
     name: str, tmp_path: Path
 ) -> None:
@@ -171,7 +171,7 @@ def on_meta(name: str = "llama") -> nn.Module:
         return ZOO[name].build()
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.campaign), "mixtral"])
 def test_adapters_on_a_model_without_memory_begin_as_pefts_do(kind: str) -> None:
     """Those of experts, too, which are one within the other, and set a parameter in each forward."""
     source = built(ZOO[kind])

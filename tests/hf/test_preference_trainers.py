@@ -202,6 +202,7 @@ def test_trainers_of_trl_whose_books_would_be_wrong_are_refused(
         mixed(llama(), args=args, train_dataset=preferences(2), engine=in_memory())
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer"])
 def test_in_bf16_a_model_says_at_first_what_its_reference_does(tmp_path: Path, name: str) -> None:
     """Log probabilities of long answers are in the hundreds, where bf16 has steps of 2 and 4."""

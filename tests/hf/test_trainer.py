@@ -115,6 +115,7 @@ class EndsWithinAStep(transformers.TrainerCallback):
             setattr(control, self.what, True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("logging_steps", [1, 100])
 @pytest.mark.parametrize("what", ["should_epoch_stop", "should_training_stop"])
 def test_an_epoch_that_ends_within_a_step_leaves_its_micro_batches_to_the_next_one(

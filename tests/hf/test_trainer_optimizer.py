@@ -59,6 +59,7 @@ def replayed(steps: list[Any], optimizer: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_moments_are_kept_as_the_arguments_of_the_engine_say(
     moments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ def is_type(argument: Any) -> bool:
     return isinstance(argument, str) and argument.lstrip("*")[0] in "iufb" and argument[-1].isdigit()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("state", "moments"), [("whole", "fp32"), ("beside", "bf16"), ("split", "int8"), ("split", "fp32")]
 )

@@ -63,6 +63,7 @@ def cast_before(case: Case) -> Case:
     return replace(case, grad=rounded)
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -112,6 +112,7 @@ def test_no_more_micro_batches_are_advised_than_can_be_planned(
     assert {words for words in ("M = 3", "4 micro-batches") if any(c.startswith(words) for c in changes)} == advised
 
 
+@pytest.mark.usefixtures("one_simulation")
 @pytest.mark.parametrize("host", ["0B", "20MiB"])
 def test_the_smallest_change_is_found_where_loading_takes_several_times_what_the_program_asks_for(host: str) -> None:
     """Without a disk state starts in host memory, or on a device that is too small for it."""

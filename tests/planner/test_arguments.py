@@ -22,7 +22,7 @@ from penstock.hardware.profiles import find_profile, on_directories, save_profil
 from penstock.planner import search
 from penstock.planner.task import Task
 from tests.machines import measured_here
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.questions import DRIVE, LLAMA, MACHINE
 from tests.training import budget, steps_of, wrap
 
@@ -108,7 +108,7 @@ def test_a_directory_is_on_the_drive_that_was_measured_there(tmp_path: Path) -> 
 def test_a_run_on_a_named_machine_needs_a_drive_for_each_directory(tmp_path: Path) -> None:
     two = penstock.Budget(device="64MiB", host="64MiB", disk=[tmp_path / "a", tmp_path / "b"])
     with pytest.raises(penstock.ConfigError, match="has 1 drive, but 2 directories are given"):
-        wrap(MODELS["llama"], two, plan=MACHINE)
+        wrap(PLAIN, two, plan=MACHINE)
 
 
 SETTINGS = """\
@@ -161,6 +161,7 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
     return captured.out if code == 0 else captured.err
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_settings_file_is_planned_with_its_own_number_of_drives(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +182,7 @@ def test_a_stored_profile_of_another_kind_is_not_used(cache: Path, tmp_path: Pat
     save_profile(on_gpu)
     assert find_profile([tmp_path], kind="cpu") is None
     assert find_profile([tmp_path], kind="cuda") == find_profile([tmp_path]) == on_gpu
-    case = MODELS["llama"]
+    case = PLAIN
     with wrap(case, budget(tmp_path / "gpu")) as engine:
         engine.step(steps_of(case, 1)[0])
         assert engine.prediction is None
@@ -190,11 +191,12 @@ def test_a_stored_profile_of_another_kind_is_not_used(cache: Path, tmp_path: Pat
     assert find_profile([tmp_path], kind="cuda") == on_gpu
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_named_machine_of_another_kind_than_the_device_is_refused(
     config: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(penstock.ConfigError, match=r"device='cpu', but the profile of small .* computes on cuda"):
-        wrap(MODELS["llama"], budget(config.parent), plan=GPU)
+        wrap(PLAIN, budget(config.parent), plan=GPU)
     file = stored_as(config.parent / "gpu.json", GPU)
     assert "device='cpu', but the profile of small" in said(capsys, 2, config, "--device", "cpu", "--machine", file)
     assert "It fits" in said(capsys, 0, config, *GIVEN, "--device", "cuda:0", "--machine", file)
@@ -204,6 +206,7 @@ def test_a_named_machine_of_another_kind_than_the_device_is_refused(
     assert "It fits" in said(capsys, 0, config, *GIVEN, "--device", "cpu")
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_plan_says_where_a_gpus_steps_are_not_known(
     config: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +373,7 @@ def test_a_damaged_profile_stops_nobody_but_those_who_need_it(cache: Path, tmp_p
 # ---- what runs and prints
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_a_run_is_planned_with_the_threads_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -379,13 +383,14 @@ def test_a_run_is_planned_with_the_threads_that_it_has(tmp_path: Path, monkeypat
 
     chosen = search.search
     monkeypatch.setattr(search, "search", spy)
-    case = MODELS["llama"]
+    case = PLAIN
     machine = replace(MACHINE, drives=(replace(MACHINE.drives[0], path=str(tmp_path)),))
     with wrap(case, budget(tmp_path / "store"), plan=machine, io_threads=12) as engine:
         engine.step(steps_of(case, 1)[0])
     assert asked == [12]
 
 
+@pytest.mark.usefixtures("brief")
 def test_short_times_are_printed_in_short_units() -> None:
     fast = replace(MACHINE, overhead=0.0, device=replace(MACHINE.device, flops={"fp32": 1e13}, h2d=1e12, d2h=1e12))
     in_place = penstock.Budget(device="64MiB", host="64MiB", disk="/disk", slots=1)  # neither delays nor speculates

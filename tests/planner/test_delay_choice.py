@@ -65,6 +65,7 @@ def test_the_delay_that_is_chosen_is_within_three_percent_of_the_best_forced_one
     assert searched(open_).expected_seconds <= 1.03 * min(choice.expected_seconds for choice in forced)
 
 
+@pytest.mark.campaign
 def test_a_delay_is_chosen_where_memory_is_too_small_for_the_usual_buffers_beside_large_chunks() -> None:
     """The device has no room for the usual ones whatever the chunks are; host memory has for small chunks."""
     model = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 12, "n_head": 16, "vocab_size": 8192, "n_positions": 256}

@@ -60,6 +60,7 @@ def test_a_plan_that_writes_too_much_gives_way_to_one_that_does_not(free: tuple[
     assert per_day(asked, found) <= share * written
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -> None:
     """Every number that is offered is one with which a plan is made."""
     most = 8e10
@@ -86,6 +87,7 @@ def test_what_nothing_keeps_to_is_refused_with_what_would_help_and_that_does() -
     assert re.search(r"at most [\d.]+ bytes written per parameter \(.*, or less state: optimizer.moments\)", said)
 
 
+@pytest.mark.usefixtures("one_simulation")
 def test_where_memory_would_take_the_state_it_is_said_how_much() -> None:
     asked = replace(lasting(8e10, host=4 * MIB, layers=2), delay=0.0)
     with pytest.raises(BudgetError) as caught:

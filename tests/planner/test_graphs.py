@@ -45,7 +45,7 @@ def program_of(q: Question) -> PlacementLP:
     return PlacementLP(request, settings_of(request, fitted(request).place, 1 << 16, Depths()), q.costs)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("compute", [1e-3, 1e-2, 1e-1])
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 @pytest.mark.parametrize("device", [2 * MIB, 3 * MIB, 6 * MIB, 12 * MIB])

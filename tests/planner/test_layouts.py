@@ -213,6 +213,7 @@ def test_a_slower_host_has_fewer_blocks_and_its_step_is_shorter_for_it() -> None
     assert (alike.deal, alike.by_compute) == ((), None)
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize(("drive", "first"), [(4, False), (4, True), (2, False), (16, False)])
 def test_a_host_whose_drive_alone_is_slower_has_the_blocks_that_make_the_step_shortest(drive: int, first: bool) -> None:
     drives = tuple(

@@ -62,7 +62,7 @@ def compared(case: Case) -> list[tuple[str, float, float]]:
     return [(lane, seconds, work.get(lane, 0.0)) for lane, seconds in found.items()]
 
 
-@pytest.mark.sampled(12, values=False)
+@pytest.mark.sampled(6, values=False)
 @pytest.mark.parametrize("seed", range(60))
 def test_loads_are_the_simulated_work_of_every_lane(seed: int) -> None:
     case = random_case(seed)
@@ -183,6 +183,7 @@ def test_the_optimum_is_no_worse_than_any_placement_that_fits(form: Format, wait
     assert tried > 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", [ADAM32, ADAM16])
 @pytest.mark.parametrize("family", ["vertical", "horizontal"])
 def test_rounded_shares_fit(form: Format, family: str) -> None:

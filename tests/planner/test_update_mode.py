@@ -47,6 +47,7 @@ def forced(asked: Question, **mode: object) -> Question:
 # ---- speculation
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("form", [ADAM32, ADAM16])
 def test_the_choice_flips_with_the_share_of_steps_that_are_repeated(form: Format) -> None:
     asked = open_question(form)

@@ -116,7 +116,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, one_simulation: None) -> Path:
+def here(
+    stage: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_thread: None,
+    one_simulation: None,
+    each_model_is_looked_at_once: None,
+) -> Path:
     """The current directory: the stage, on a machine that has been measured."""
     folder = tmp_path / "here"
     shutil.copytree(stage, folder, symlinks=True)

@@ -23,7 +23,7 @@ from penstock.store.journal import Journal
 from penstock.store.manifest import DATA
 from tests.project.sources import trees
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "each_model_is_looked_at_once")
 
 ALLOWED = {
     "files.py": "the place for it",

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.schedule.check.late import late_chunks
 from penstock.schedule.ir.ops import Schedule
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.training import Result, assert_same_state, budget, run_steps, steps_of, train, wrap
 
-CASE, STEPS = MODELS["gpt2"], steps_of(MODELS["gpt2"], 2)
+CASE, STEPS = PLAIN, steps_of(PLAIN, 2)
 CLIP = 1.0
 
 

@@ -204,6 +204,7 @@ class Gate:
 # ---- what is committed
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("drive", "pause"), [(3e-3, 0.0), (0.0, 3e-3), (5e-4, 5e-4)], ids=["slow-drive", "slow-changes", "even"]

@@ -339,6 +339,7 @@ def test_ranks_make_of_their_stores_what_one_process_makes_of_the_same_state(
     assert "converted" not in caplog.text
 
 
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize("name", ["stage 0", "pipeline", "copies", "beside"])
 def test_ranks_need_no_store_of_another_host_if_what_they_share_is_on_theirs(name: str, tmp_path: Path) -> None:
     """Each host has drives of its own, and a file of another one's is not there."""

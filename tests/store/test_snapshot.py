@@ -61,7 +61,7 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "s").iterdir()} == {"snapshot.json", "penstock.snapshot"}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(write=st.integers(1, 700), read=st.integers(1, 700), start=st.integers(0, 700))
 def test_chunks_of_any_size_in_any_order(
     tmp_path_factory: pytest.TempPathFactory, write: int, read: int, start: int

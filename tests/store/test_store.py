@@ -394,7 +394,7 @@ def test_who_writes_waits_for_who_only_reads_to_end(paths: list[Path], caplog: p
     with warm.start(["-c", READER, *paths]) as reader:
         assert reader.stdout is not None
         reader.stdout.readline()
-        end = threading.Timer(1.0, reader.kill)
+        end = threading.Timer(0.5, reader.kill)
         end.start()
         Store.open(paths).close()
         assert not end.is_alive(), "it has waited"

@@ -73,6 +73,7 @@ def test_a_call_that_fails_leaves_what_was_there_or_puts_the_whole(before: str |
     assert number > 9
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("names")
 @pytest.mark.parametrize("before", [None, "old"])
 def test_a_process_that_is_killed_leaves_what_was_there_or_the_whole(before: str | None, tmp_path: Path) -> None:

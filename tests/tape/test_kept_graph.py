@@ -105,7 +105,7 @@ COMPUTED_AGAIN = (
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.sampled(6, values=False)
+@pytest.mark.sampled(4, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_through_a_kept_graph_has_the_bits_of_one_that_computes_again(name: str) -> None:
     bench, again, kept = beside_vertical(CASES[name], with_graphs, stays=True)

@@ -24,7 +24,10 @@ def configs(model: nn.Module) -> list[Any]:
     return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
-@pytest.mark.parametrize(("name", "when"), [("llama", "within"), ("gpt2", "before"), ("t5", "before")])
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [("llama", "within"), pytest.param("gpt2", "before", marks=pytest.mark.campaign), ("t5", "before")],
+)
 def test_a_model_with_its_cache_on_trains_as_one_without(name: str, when: str, tmp_path: Path) -> None:
     """``within``: it is switched on again while the engine has it, so that its blocks are handed caches."""
     case = MODELS[name]

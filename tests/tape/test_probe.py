@@ -257,7 +257,7 @@ def predicted(bench: Bench, order: Order, count: int) -> Iterator[tuple[str, int
                 alive.pop(key, None)
 
 
-@pytest.mark.sampled(5, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", LARGEST)
 @pytest.mark.parametrize("order", [vertical, in_two_parts])
 def test_bytes_and_gradients_are_those_of_a_run(name: str, order: Order) -> None:

@@ -159,7 +159,7 @@ WHOLE = (
 
 
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-@pytest.mark.sampled(4, values=False)
+@pytest.mark.sampled(3, values=False)
 @pytest.mark.parametrize("name", CASES)
 def test_a_backward_in_two_parts_has_the_bits_of_a_whole_one(name: str) -> None:
     bench, whole, split = beside_vertical(CASES[name], in_two_parts, splits=True)

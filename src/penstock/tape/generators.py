@@ -24,9 +24,11 @@ _SEEDED = frozenset(id(draw.__self__) for draw in _DRAWS)
 
 def is_own(value: Any) -> bool:
     """True of a generator that is none of the global ones."""
+    if not issubclass(type(value), KINDS):  # an instance, of which torch's class has Python code say it, is slow
+        return False
     if isinstance(value, torch.Generator):
         return generator_key(value) != generator_key(torch.default_generator)
-    return isinstance(value, KINDS) and id(value) not in _SEEDED
+    return id(value) not in _SEEDED
 
 
 def of_modules(modules: Iterable[nn.Module]) -> Iterator[Generator]:

@@ -89,6 +89,7 @@ class Search:
         self._others: list[Any] = [loss_fn, *hooks]
         self._seen: set[int] = set()  # values from which ``places`` was, by identity
         self._kinds: dict[type, bool] = {}  # as of ``_may_hold``, which is asked of each value
+        self._read: dict[tuple[types.CodeType, int], list[tuple[dict[str, Any], str]]] = {}  # globals that code names
         self._code, self._globals = self._code_of(self._own)
 
     def _code_of(self, modules: Iterable[nn.Module]) -> tuple[list[Any], set[Entry]]:
@@ -123,7 +124,7 @@ class Search:
         yield from ((place, name_of(place.key)) for place in known)
         classes = (kind for kind in code if isinstance(kind, type))
         yield from (
-            (ClassAttribute(of=kind, key=key), f"{kind.__name__}.{key}") for kind in classes for key in _own(kind)
+            (ClassAttribute(of=kind, key=key), f"{kind.__name__}.{key}") for kind in classes for key, _ in _own(kind)
         )
         others = self._others[isinstance(self._others[0], types.MethodType) :]
         functions = [(part, ()) for part in code if isinstance(part, types.FunctionType)]
@@ -175,9 +176,23 @@ class Search:
                 yield item, way
                 queue += (
                     (way if step is None else (*way, step), part)
-                    for step, part in islice(_within(item), _MOST_OF_ONE)
+                    for step, part in islice(self._within(item), _MOST_OF_ONE)
                     if self._may_hold(part)
                 )
+
+    def _within(self, item: Any) -> Iterator[tuple[Step | None, Any]]:
+        """The values within an object, and of a function those that it refers to, each with its holder; with none where
+        it can only be put back with the object."""
+        yield from parts(item)
+        if not isinstance(item, types.FunctionType):
+            return
+        key = item.__code__, id(item.__globals__)
+        places = self._read.get(key)
+        if places is None:  # code names far more than there is
+            places = self._read[key] = [*globals_of(item)]
+        for known, name in places:
+            if (value := known.get(name, ABSENT)) is not ABSENT and _may_be_kept(value):
+                yield (Entry, known, name), value
 
     def _may_hold(self, value: Any) -> bool:
         """True of a tensor, and of what may hold one."""
@@ -226,10 +241,13 @@ def _name(way: Steps) -> str:
     return ".".join(name_of(key) for _, _, key in way if key is not None) or "a variable of a function"
 
 
-def _own(kind: type) -> list[str]:
-    """The names of a class's attributes, but for methods and those of Python's."""
-    members = vars(kind).items()
-    return [name for name, value in members if not (name.startswith("__") or isinstance(value, _METHODS))]
+def _own(kind: type) -> list[tuple[str, Any]]:
+    """A class's attributes with their names, but for methods and those of Python's: a dataclass has as many of these,
+    as annotations and fields, as all else that a search comes to."""
+    members = list(vars(kind).items())
+    return [
+        (name, value) for name, value in members if not (name[:2] == "__" == name[-2:] or isinstance(value, _METHODS))
+    ]
 
 
 def along(way: Iterable[Step]) -> Iterator[Holder]:
@@ -318,19 +336,10 @@ def _fixed(item: Any) -> Collection[Any]:
     return tuple(items_of(item)) if isinstance(item, tuple | frozenset) else ()
 
 
-def _within(item: Any) -> Iterator[tuple[Step | None, Any]]:
-    """The values within an object, and of a function those that it refers to, each with its holder; with none where it
-    can only be put back with the object."""
-    yield from parts(item)
-    if isinstance(item, types.FunctionType):
-        yield from ((step, value) for step, value in _globals(item) if value is not ABSENT)
-
-
 def parts(item: Any) -> Iterator[tuple[Step | None, Any]]:
-    """The values within an object: see ``_within``."""
+    """The values within an object: see ``Search._within``."""
     if isinstance(item, type):
-        members = list(vars(item).items())
-        yield from (((ClassAttribute, item, name), value) for name, value in members if not isinstance(value, _METHODS))
+        yield from (((ClassAttribute, item, name), value) for name, value in _own(item))
         return
     if isinstance(item, tuple):
         yield from (((Part, item, index), part) for index, part in enumerate(items_of(item)))
@@ -353,5 +362,10 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     """The globals that a function may refer to, but for modules and code, each with its value now, or ``ABSENT``."""
     for known, name in globals_of(function):
         value = known.get(name, ABSENT)
-        if not (isinstance(value, types.ModuleType) or (callable(value) and not is_of_a_model(type(value).__module__))):
+        if _may_be_kept(value):
             yield (Entry, known, name), value
+
+
+def _may_be_kept(value: Any) -> bool:
+    """False of modules and of code."""
+    return not (isinstance(value, types.ModuleType) or (callable(value) and not is_of_a_model(type(value).__module__)))
