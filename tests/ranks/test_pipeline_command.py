@@ -23,7 +23,9 @@ from tests.ranks.test_command import IN_MEMORY, OFTEN, STOPPED, lines, numbers, 
 from tests.runs import settings_for
 from tests.runs import write_run_of_three_blocks as write_run
 
-MORE = ("--batch.sequences", "8")
+BATCH = ("--batch.sequences", "8")
+MORE = (*BATCH, "--evaluate", "null")
+"""What pipelines evaluate those beside each other compare."""
 PIPELINE = ("--pipeline", "2")
 
 
@@ -221,7 +223,7 @@ def test_processes_that_are_no_such_pipeline_are_told_at_once(tmp_path: Path) ->
 def test_pipelines_beside_each_other_do_what_one_process_does_and_go_on(tmp_path: Path) -> None:
     """Two of two ranks, gone on with; and cut for one process, which goes on from there. ``test_beside`` kills one."""
     (tmp_path / "alone").mkdir()
-    more = (*MORE, "--evaluate.every", "1")
+    more = (*BATCH, "--evaluate.every", "1")
     penstock(tmp_path / "alone", "train", write_run(tmp_path / "alone"), *more, "--strands", "2", "--steps", "2")
     penstock(tmp_path / "alone", "export", "run", "out")
     write_run(tmp_path, run=tmp_path / "run")
