@@ -36,14 +36,14 @@ faults: $(READY)
 # arguments. Hours.
 proofs: $(READY)
 	$(BIN)/python -m pytest --campaign tests/schedule/test_any_program.py tests/planner/test_delay_choice.py
-	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/tape/test_any_model.py tests/engine/test_any_model_on_accelerator.py tests/ranks/test_any_model.py
+	$(BIN)/python -m pytest --campaign tests/engine/test_any_model.py tests/engine/test_any_memory.py tests/tape/test_any_model.py tests/engine/test_any_model_on_accelerator.py tests/ranks/test_any_model.py
 	$(BIN)/python -m pytest --campaign tests/engine/test_any_calls.py tests/cli/test_any_settings.py tests/ranks/test_any_settings.py tests/data/test_any_data.py tests/hf/test_any_arguments.py
 
-# Every case of the products of settings of which `make test` runs a sample, and what it leaves out; those of faults
-# `make faults` runs.
+# Every case of the products of settings of which `make test` runs a sample, what it leaves out, and all that ranks have;
+# those of faults `make faults` runs, those of random models and settings `make proofs`.
 products: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m 'sampled or campaign' --ignore tests/campaigns --ignore tests/project/test_wheel.py
-	$(BIN)/python -m pytest --campaign tests/ranks/test_bits.py tests/ranks/test_pipeline.py tests/ranks/test_any_way.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --campaign -m 'sampled or campaign' --ignore tests/campaigns --ignore tests/ranks --ignore tests/project/test_wheel.py
+	$(BIN)/python -m pytest --campaign tests/ranks --ignore tests/ranks/test_any_model.py --ignore tests/ranks/test_any_settings.py
 
 # Every type of model of the installed transformers, tiny, against a plain loop of torch; about half an hour of a core.
 # It goes on where it was stopped: remove tests/sweep/results.json to begin anew.

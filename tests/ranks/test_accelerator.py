@@ -31,6 +31,7 @@ from penstock.schedule.ir.references import OpId
 from tests.accelerator import DEVICE, build, simulated
 from tests.accelerator.mutation import Mutation
 from tests.engine.test_accelerator import Wide
+from tests.models import PLAIN
 from tests.patience import until
 from tests.ranks import test_beside, test_bits, test_compact, test_copies, test_failures, test_pipeline, test_ulysses
 from tests.ranks.test_bits import equal, results
@@ -352,7 +353,7 @@ def mutated(mesh: DeviceMesh, name: str) -> None:
             elif mutation.name == "given":
                 shifted(mesh)
             else:
-                case = test_bits.CASES["gemma3"]
+                case = test_bits.CASES["gemma3"] if mutation.name == "_memory" else PLAIN
                 with pieces(1000), wrap(case, budget(None), mesh=mesh) as engine:
                     run_steps(engine, steps_of(case, 1, lengths=(8, 8, 8)))
         except (ArithmeticError, RuntimeError, ValueError):  # of what was read too early

@@ -211,7 +211,7 @@ def alone(cases: Sequence[Case], folder: Path) -> list[Any]:
 def test_a_model_of_any_kind_has_the_bits_of_one_rank_or_is_refused(
     axis: str, campaign: Campaign, tmp_path: Path
 ) -> None:
-    trained, count, together = 0, campaign.cases(4, 800), 20
+    trained, count, together = 0, campaign.cases(2, 800), 20
     for turn, first in enumerate(range(0, count, together)):
         ranks = 2 + (turn + (axis == "pp")) % 2
         cases = list[tuple[int, Case]]()

@@ -71,7 +71,7 @@ def alone_in(mesh: DeviceMesh, name: str, how: str) -> float:
     [
         ("barrier", "is killed", "rank 1 was killed"),
         ("sum", "is stopped", "rank 1 has not answered for 2 s"),
-        ("objects", "is stopped", "rank 1 has not answered for 2 s"),
+        ("objects", "is killed", "rank 1 was killed"),
     ],
 )
 def test_a_scripts_own_collective_ends_where_a_rank_is_gone(name: str, how: str, said: str) -> None:

@@ -205,7 +205,7 @@ IN_SHORT = (
 """Ways and ranks of which every run of the tests takes some; a campaign takes all."""
 
 
-@pytest.mark.sampled(3, values=False)
+@pytest.mark.sampled(2, values=False)
 @pytest.mark.parametrize(("way", "size"), IN_SHORT)
 def test_any_number_of_ranks_gives_the_same_bits(way: str, size: int, tmp_path: Path) -> None:
     compare(way, size, tmp_path / "store")

@@ -18,7 +18,8 @@ from tests.ranks.launched import Launched
 from tests.runs import write_run_of_three_blocks as write_run
 
 WORDS = ("train", "../config.yaml", "--strands", "2", "--batch.sequences", "8", "--budget.disk", "drive")
-"""The budget names a directory of each host's own."""
+WORDS += ("--evaluate", "null")
+"""The budget names a directory of each host's own. What ranks evaluate ``test_command`` compares."""
 
 STOPPED = """
 import os, signal, sys
@@ -104,10 +105,11 @@ def test_two_hosts_with_drives_of_their_own_do_what_one_process_does(
     assert "Every checksum is right." in penstock(folder / "host0", "verify", folder / "run")[1]
 
 
+@pytest.mark.campaign
 def test_pipelines_over_two_hosts_of_two_ranks_do_what_one_process_does(
     alone: Path, two_hosts: Cluster, tmp_path: Path
 ) -> None:
-    """The ranks of a host share the state of its blocks."""
+    """The ranks of a host share the state of its blocks. Each time those below are one of a host."""
     (folder := tmp_path / "several").mkdir()
     for code, _, errors in on_hosts(two_hosts, folder, "-m", "penstock", *WORDS, "--pipeline", "2", each=2).outcomes():
         assert code == 0, errors

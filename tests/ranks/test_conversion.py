@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.store.manifest import Manifest
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.test_beside import beside
 from tests.ranks.test_bits import equal, results
 from tests.ranks.test_copies import copies_of
@@ -22,7 +22,7 @@ from tests.training import ADAMW, budget, run_steps, steps_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASE = MODELS["gpt2"]
+CASE = PLAIN
 LENGTHS = (12, 8, 8, 12)
 HOW: Mapping[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.92, "strands": 4}
 COMPACT = {"optimizer": replace(ADAMW, moments="int8")}

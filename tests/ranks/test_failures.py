@@ -75,6 +75,7 @@ def others(found: list[Any], rank: int) -> list[RankFailedError]:
     return kept
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize(("axis", "lingers"), [("dp_shard", 1), ("pp", 1)])
 def test_who_gives_another_rank_up_ends_by_its_own_error(axis: str, lingers: int, tmp_path: Path) -> None:
     """And not by a signal, as what still waits for others ends while the process does, or later."""
@@ -99,8 +100,9 @@ def to_be_ended(mesh: DeviceMesh, disk: Path, how: int, victim: int) -> None:
         engine.step(third)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_rank_that_is_killed_ends_the_others_in_five_seconds(victim: int, tmp_path: Path) -> None:
+    """Each time ``test_accelerator`` kills the other one, on a device."""
     world = World(2, to_be_ended, tmp_path / "store", signal.SIGKILL, victim)
     world.processes[victim].join()
     since = time.monotonic()
@@ -427,7 +429,7 @@ def records(mesh: DeviceMesh, disk: Path) -> None:
 
             store.commits.append = then_die  # type: ignore[method-assign]
         if mesh.get_rank() == 1:
-            engine.inside.resources.commits.store.commits.append = lambda *_: time.sleep(2)  # type: ignore[union-attr, method-assign]
+            engine.inside.resources.commits.store.commits.append = lambda *_: time.sleep(0.5)  # type: ignore[union-attr, method-assign]
         engine.step(micro_batches(mesh, 1, first=2)[0])
 
 
@@ -523,7 +525,7 @@ def test_a_beginning_that_came_to_nothing_on_one_rank_can_be_done_again(tmp_path
     assert together(2, full, tmp_path / "store", False) == [1, 1]
 
 
-@pytest.mark.parametrize("lost", [None, 1])
+@pytest.mark.parametrize("lost", [pytest.param(None, marks=pytest.mark.campaign), 1])
 def test_what_a_start_that_failed_has_left_without_a_commit_makes_room_for_another_model(
     lost: int | None, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_ranks_that_are_all_stopped_for_a_while_go_on(monkeypatch: pytest.Monkey
 def test_a_rank_that_is_stopped_as_it_asks_the_store_goes_on(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store answers at once when all go on, and the other rank has had no time to beat."""
     stopped, asked, answer = 0.0, Event(), Event()
+    monkeypatch.setattr(watch, "EVERY", 0.05)
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped))
 
     class Stopped(dist.HashStore):

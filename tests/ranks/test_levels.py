@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import ZeroStage
 from penstock.ranks.process_groups import Together
-from tests.models import MODELS
+from tests.models import PLAIN
 from tests.ranks.test_bits import BF16, FP32, HORIZONTAL, Numbers, Run, alone, equal, results, trained
 from tests.ranks.worlds import together
 from tests.training import budget, result_of, run_steps, wrap
@@ -53,7 +53,7 @@ def test_two_hosts_of_two_ranks_have_the_bits_of_one_rank(way: str, tmp_path: Pa
         equal(found, alone(numbers))
 
 
-CASE = MODELS["llama"]
+CASE = PLAIN
 
 
 def of_step(step: int, rank: int) -> Any:

@@ -52,8 +52,8 @@ def on_a_host(mesh: DeviceMesh) -> None:
     os.environ["GROUP_RANK"] = str(mesh.get_rank())
 
 
-def steps_of_two_engines(mesh: DeviceMesh, folder: Path | None) -> Any:
-    """Predicted seconds of a step in each, losses, random numbers from then on, and what was said."""
+def steps_of_engines(mesh: DeviceMesh, folder: Path | None, count: int = 1) -> Any:
+    """Predicted seconds of a step in each of so many, losses, random numbers from then on, and what was said."""
     on_a_host(mesh)
     said, handler = list[str](), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -62,18 +62,19 @@ def steps_of_two_engines(mesh: DeviceMesh, folder: Path | None) -> Any:
     predicted, losses = [], []
     with pytest.MonkeyPatch.context() as patch:
         measure_for_a_moment(patch)
-        for _ in range(2):
+        for _ in range(count):
             with wrap(PLAIN, budget(folder), mesh=mesh, plan="auto") as engine:
                 losses.append(engine.step(PLAIN.micro_batches(2, seed=0)).loss)
                 predicted.append(None if engine.prediction is None else engine.prediction.time)
     return predicted, losses, torch.rand(1).item(), said
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("ranks", [together, pipeline])
 def test_hosts_measure_their_link_once_and_steps_are_predicted_by_it(
     ranks: Any, profile: Machine, tmp_path: Path
 ) -> None:
-    one, other = ranks(2, steps_of_two_engines, tmp_path)
+    one, other = ranks(2, steps_of_engines, tmp_path, 2)
     assert one[0] == other[0]
     assert all(seconds > 0 for seconds in one[0])
     assert [sum("measured what 2 hosts send each other" in line for line in said) for *_, said in (one, other)] == [
@@ -89,7 +90,7 @@ def test_hosts_measure_their_link_once_and_steps_are_predicted_by_it(
 def test_ranks_without_a_disk_keep_their_link_beside_the_drives_that_are_known(
     profile: Machine, tmp_path: Path
 ) -> None:
-    one, other = together(2, steps_of_two_engines, None)
+    one, other = together(2, steps_of_engines, None)
     assert one[0] == other[0]
     assert all(one[0])
     found = find_profile(kind="cpu")
@@ -102,12 +103,12 @@ def test_nothing_is_measured_where_nothing_may_be(
     profile: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does a measurement change a loss, or a random number."""
-    measured = together(2, steps_of_two_engines, tmp_path / "a")
+    measured = together(2, steps_of_engines, tmp_path / "a")
     monkeypatch.setenv("PENSTOCK_MEASURE", "never")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other cache"))
     save_profile(profile)
-    found = together(2, steps_of_two_engines, tmp_path / "b")
-    assert [rank[:3] for rank in found] == [([None, None], losses, drawn) for _, losses, drawn, _ in measured]
+    found = together(2, steps_of_engines, tmp_path / "b")
+    assert [rank[:3] for rank in found] == [([None], losses, drawn) for _, losses, drawn, _ in measured]
     assert any("does not tell how fast hosts send to each other" in line for line in found[0][3])
     known = find_profile([tmp_path], kind="cpu")
     assert known is not None
@@ -118,12 +119,12 @@ def a_host_with_little_memory(mesh: DeviceMesh, folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank():
             patch.setattr(system, "look", lambda look=system.look: replace(look(), available=1 << 30))
-        return steps_of_two_engines(mesh, folder)
+        return steps_of_engines(mesh, folder)
 
 
 def test_no_host_with_little_memory_measures(profile: Machine, tmp_path: Path) -> None:
     for predicted, _, _, said in together(2, a_host_with_little_memory, tmp_path):
-        assert predicted == [None, None]
+        assert predicted == [None]
         assert not any("measured what" in line for line in said)
     found = find_profile([tmp_path], kind="cpu")
     assert found is not None
@@ -136,7 +137,7 @@ def nothing_can_be_kept(mesh: DeviceMesh, folder: Path) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_engines, "save_profile", refuse)
-        return steps_of_two_engines(mesh, folder)
+        return steps_of_engines(mesh, folder, 2)
 
 
 def test_a_link_that_cannot_be_kept_is_measured_once_in_a_process(profile: Machine, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def failing(mesh: DeviceMesh, folder: Path, where: str, error: Exception) -> Any
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank():
             patch.setattr(between, where, fails)
-        return steps_of_two_engines(mesh, folder)
+        return steps_of_engines(mesh, folder, 2)
 
 
 @pytest.mark.sampled(2)
@@ -181,7 +182,7 @@ def test_each_rank_of_a_pipeline_says_why_a_measurement_has_failed(profile: Mach
 def the_last_two(mesh: DeviceMesh, folder: Path) -> Any:
     members = [mesh.size() - 2, mesh.size() - 1]
     pipeline = DeviceMesh("cpu", members, mesh_dim_names=("pp",))
-    found = steps_of_two_engines(pipeline, folder) if mesh.get_rank() in members else None
+    found = steps_of_engines(pipeline, folder) if mesh.get_rank() in members else None
     mesh.get_group().barrier().wait()
     return found
 
@@ -236,7 +237,7 @@ def test_what_one_host_cannot_measure_ends_the_measurement_of_all(tmp_path: Path
 
 def test_a_known_link_is_left_alone(profile: Machine, tmp_path: Path) -> None:
     save_profile(replace(profile, nic=Network(bandwidth=1e8, latency=1e-3)))
-    one, other = together(2, steps_of_two_engines, tmp_path)
+    one, other = together(2, steps_of_engines, tmp_path)
     assert not any("measured" in line for line in one[3] + other[3])
     assert one[0] == other[0]
     assert all(one[0])

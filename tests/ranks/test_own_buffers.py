@@ -193,7 +193,7 @@ def gone_on(mesh: DeviceMesh, folder: Path, layout: str) -> list[Found]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["parts", "stage 0", pytest.param("copies", marks=pytest.mark.campaign)])
 def test_ranks_go_on_with_their_own_and_who_has_none_with_anothers(
     layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

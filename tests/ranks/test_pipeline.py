@@ -150,8 +150,9 @@ ELSEWHERE = (
     "1f1b, all on disk",
     "1f1b, strands",
     "interleaved in memory",
+    "zero bubble in memory",
 )
-"""Of which test_beside and test_accelerator run the same, or the like, each time."""
+"""Of which test_beside, test_accelerator and test_ulysses run the same, or the like, each time."""
 
 
 def compare(way: str, size: int, disk: Path) -> None:
@@ -203,9 +204,10 @@ def to_be_killed(mesh: DeviceMesh, disk: Path, schedule: str) -> None:
         engine.step(third)
 
 
-@pytest.mark.sampled(1, values=False)
+@pytest.mark.campaign
 @pytest.mark.parametrize("schedule", ["vertical", "1f1b"])
 def test_a_pipeline_whose_rank_is_killed_goes_on_from_its_last_commit(schedule: str, tmp_path: Path) -> None:
+    """Each time ``test_beside`` kills a rank of two pipelines, and ``test_accelerator`` one on a device."""
     whole = steps(None, tmp_path / "alone", 4)[1]
     world = World(2, to_be_killed, tmp_path / "store", schedule, axis="pp")
     first, second = world.outcomes()
@@ -246,22 +248,37 @@ def steps_in(
         return losses, engine.plan.schedule.name, engine.inside.resources.dealt
 
 
+IN_LOOPS = (("interleaved-1f1b", [2, 1]), ("vertical", None), ("interleaved-1f1b", [2, 1]))
+IN_ONE_PIECE = (("1f1b", [2, 1]), ("zero-bubble", None))
+"""Orders that follow each other on a store, and the deals that are given."""
+UNFIT = (
+    ("loops", "1f1b", r"schedule='1f1b' has each rank's blocks in one piece, and the state in"),
+    *(
+        ("piece", order, r"in loops, .* was dealt as \[0, 0, 1\] .*: give '1f1b' or 'zero-bubble' to go on")
+        for order in ("vertical", "interleaved-1f1b")
+    ),
+)
+"""A store, an order that it was not dealt for, and what is said."""
+
+
+def in_each_order(mesh: DeviceMesh, disk: Path) -> tuple[list[Any], list[Any], list[tuple[str, str]]]:
+    """``steps_in`` one order after the other, on a store for loops and on one for blocks in one piece; refusals."""
+    loops, piece = (
+        [steps_in(mesh, disk / store, order, deal) for order, deal in orders]
+        for store, orders in (("loops", IN_LOOPS), ("piece", IN_ONE_PIECE))
+    )
+    unfit = [{"disk": disk / store, "schedule": order} for store, order, _ in UNFIT]
+    return loops, piece, refusals(mesh, steps_in, unfit)
+
+
 def test_a_run_changes_its_order_where_the_deal_of_its_store_fits(tmp_path: Path) -> None:
     whole = steps(None, tmp_path / "alone", 3)[1]
-    loops, piece = tmp_path / "loops", tmp_path / "one piece"
-    for step, order in enumerate(("interleaved-1f1b", "vertical", "interleaved-1f1b")):
-        found = pipeline(2, steps_in, loops, order, None if step == 1 else [2, 1])
-        assert found == [(whole[step : step + 1], order, (0, 1, 0))] * 2
-    with pytest.raises(RankFailedError, match=r"schedule='1f1b' has each rank's blocks in one piece, and the state in"):
-        pipeline(2, steps_in, loops, "1f1b")
-    for step, order in enumerate(("1f1b", "zero-bubble")):
-        found = pipeline(2, steps_in, piece, order, None if step else [2, 1])
-        assert found == [(whole[step : step + 1], order, (0, 0, 1))] * 2
-    for order in ("vertical", "interleaved-1f1b"):
-        with pytest.raises(
-            RankFailedError, match=r"in loops, .* was dealt as \[0, 0, 1\] .*: give '1f1b' or 'zero-bubble' to go on"
-        ):
-            pipeline(2, steps_in, piece, order)
+    found = pipeline(2, in_each_order, tmp_path)
+    for loops, piece, _ in found:
+        assert loops == [([loss], order, (0, 1, 0)) for loss, (order, _) in zip(whole, IN_LOOPS, strict=True)]
+        assert piece == [([loss], order, (0, 0, 1)) for loss, (order, _) in zip(whole, IN_ONE_PIECE, strict=False)]
+    for (_, said), (*_, words) in zip(own_refusals([said for *_, said in found]), UNFIT, strict=True):
+        assert re.search(words, said)
 
 
 SHARED, DEALT = "the part of rank . of 2", "the blocks of rank . of a pipeline of 2"
@@ -307,13 +324,17 @@ def kept(mesh: DeviceMesh | None, snapshot: Path, *, saves: bool) -> Any:
         return results(engine, run_steps(engine, rest))
 
 
+def saved_and_kept(mesh: DeviceMesh, folder: Path) -> list[Any]:
+    saved = kept(mesh, folder / "several", saves=True)
+    return [saved, *(kept(mesh, folder / source, saves=False) for source in ("one", "several"))]
+
+
 def test_a_snapshot_of_a_pipeline_is_one_of_any_ranks(tmp_path: Path) -> None:
     wanted = kept(None, tmp_path / "one", saves=True)
-    for found in pipeline(2, kept, tmp_path / "several", saves=True):
-        equal(found, wanted)
+    for of_rank in pipeline(2, saved_and_kept, tmp_path):
+        for found in of_rank:
+            equal(found, wanted)
     equal(kept(None, tmp_path / "several", saves=False), wanted)
-    for source in ("one", "several"):
-        equal(pipeline(2, kept, tmp_path / source, saves=False)[1], wanted)
 
 
 class Block(nn.Module):

@@ -23,7 +23,9 @@ from tests.ranks.test_command import IN_MEMORY, OFTEN, STOPPED, lines, numbers, 
 from tests.runs import settings_for
 from tests.runs import write_run_of_three_blocks as write_run
 
-MORE = ("--batch.sequences", "8")
+BATCH = ("--batch.sequences", "8")
+MORE = (*BATCH, "--evaluate", "null")
+"""What pipelines evaluate those beside each other compare."""
 PIPELINE = ("--pipeline", "2")
 
 
@@ -48,8 +50,8 @@ def same_export(one: Path, other: Path) -> None:
 
 
 def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path: Path) -> None:
-    """It is asked to end, and does so after a step; one rank is killed within one; then it goes on to its end, or as
-    one process does. Others than began it are refused, and told what to do."""
+    """It is asked to end, and does so after a step; one rank is killed within one; then it goes on to its end, in turn,
+    or as one process does. Others than began it are refused, and told what to do."""
     write_run(tmp_path, run=tmp_path / "run")
     begin = ["train", "config.yaml", *MORE, *PIPELINE]
     ended = Launched(2, ["-c", STOPPED, *begin], tmp_path).outcomes()
@@ -68,7 +70,8 @@ def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path
     assert (killed[0], code) == (-signal.SIGKILL, 1)
     assert "penstock, rank 1: rank 0 was killed" in errors
     shutil.copytree(tmp_path, tmp_path / "copy")
-    (code, said, errors), (other, quiet, _) = launched(2, [*begin, "--resume"], tmp_path)
+    again = [*begin, "--schedule", "zero-bubble", "--resume"]
+    (code, said, errors), (other, quiet, _) = launched(2, again, tmp_path)
     assert (code, other, quiet) == (0, 0, ""), errors
     assert "to 2 ranks; what follows is of the first" in said
     assert "Every checksum is right." in penstock(tmp_path, "verify", "run")
@@ -76,8 +79,8 @@ def test_a_pipeline_does_what_one_process_does_and_goes_on(alone: Path, tmp_path
     assert "rank 0 of a pipeline of 2" in (tmp_path / "run" / "report.html").read_text()
     copy = tmp_path / "copy"
     penstock(copy, "reshard", "run", "--ranks", "1")
-    again = penstock(copy, "reshard", "run", "--ranks", "3", "--pipeline")
-    assert "goes on with a pipeline of 3 ranks: torchrun --nproc-per-node 3" in again
+    cut = penstock(copy, "reshard", "run", "--ranks", "3", "--pipeline")
+    assert "goes on with a pipeline of 3 ranks: torchrun --nproc-per-node 3" in cut
     penstock(copy, "reshard", "run", "--ranks", "1")
     penstock(copy, "resume", "run")
     for folder in (tmp_path, copy):
@@ -147,7 +150,8 @@ def test_settings_of_a_run_are_those_of_one_process(what: str, tmp_path: Path) -
     assert same == (names, [], [])
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("schedule", ["zero-bubble", "1f1b"])
 def test_a_pipeline_in_turn_does_what_one_process_does_and_is_cut_as_it_needs(
     schedule: str, alone: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +223,7 @@ def test_processes_that_are_no_such_pipeline_are_told_at_once(tmp_path: Path) ->
 def test_pipelines_beside_each_other_do_what_one_process_does_and_go_on(tmp_path: Path) -> None:
     """Two of two ranks, gone on with; and cut for one process, which goes on from there. ``test_beside`` kills one."""
     (tmp_path / "alone").mkdir()
-    more = (*MORE, "--evaluate.every", "1")
+    more = (*BATCH, "--evaluate.every", "1")
     penstock(tmp_path / "alone", "train", write_run(tmp_path / "alone"), *more, "--strands", "2", "--steps", "2")
     penstock(tmp_path / "alone", "export", "run", "out")
     write_run(tmp_path, run=tmp_path / "run")
@@ -228,9 +232,9 @@ def test_pipelines_beside_each_other_do_what_one_process_does_and_go_on(tmp_path
     assert "has the state of 2 pipelines of 2 ranks: this is one" in refused(
         tmp_path, "resume", "run", "--pipeline", "1"
     )
-    for code, _, errors in launched(4, ["resume", "run", "--pipeline", "4"], tmp_path):
+    for code, _, errors in launched(2, ["resume", "run"], tmp_path):
         assert code in (1, 2)
-        assert "has the state of 2 pipelines of 2 ranks: this is a pipeline of 4 ranks. Go on as it began" in errors
+        assert "has the state of 2 pipelines of 2 ranks: this is a pipeline of 2 ranks. Go on as it began" in errors
     shutil.copytree(tmp_path, tmp_path / "copy")
     trained(4, tmp_path, "resume", "run", "--steps", "2")
     assert "Every checksum is right." in penstock(tmp_path, "verify", "run")

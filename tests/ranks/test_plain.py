@@ -63,6 +63,7 @@ def both(mesh: DeviceMesh, disk: Path, kind: str) -> tuple[Trained, Trained]:
         return plain, (found.losses, found.norms, master_of(engine))
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks_train_as_torchs_own(kind: str, tmp_path: Path) -> None:
     for (losses, norms, parameters), found in together(2, both, tmp_path / "store", kind):

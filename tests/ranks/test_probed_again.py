@@ -59,6 +59,7 @@ def all_of_it(mesh: DeviceMesh, folder: Path) -> list[tuple[Any, Any]]:
         ]
 
 
+@pytest.mark.sampled(1, values=False)
 @pytest.mark.parametrize("run", [together, pipeline])
 def test_a_hook_on_the_model_of_one_rank_alone_has_all_probe_theirs_or_find_again_what_they_knew(
     run: Any, tmp_path: Path

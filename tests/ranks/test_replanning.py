@@ -6,22 +6,19 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.models import MODELS
 from tests.other_plans import other_plans
-from tests.ranks.test_bits import STRANDS, Numbers, alone, equal, of_rank, results
+from tests.ranks.test_bits import BF16, CASES, STRANDS, alone, equal, of_rank, results
 from tests.ranks.worlds import together
 from tests.training import Result, budget, state_of, wrap
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BF16 = Numbers(model="gpt2", precision="bf16")
-
 
 def changing(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
     """What a run has found and left whose plan was changed before each step."""
     where = budget(disk, weights=None, state=None)
-    with wrap(MODELS["gpt2"], where, mesh=mesh, strands=STRANDS, **BF16.settings()) as engine:
-        steps = of_rank("gpt2", mesh)
+    with wrap(CASES[BF16.model], where, mesh=mesh, strands=STRANDS, **BF16.settings()) as engine:
+        steps = of_rank(BF16.model, mesh)
         engine.prepare(steps[0])
         plans, stats = other_plans(engine.inside.planning.request, seed=2), []
         for micro_batches in steps:

@@ -36,12 +36,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_run_of_two_ranks_has_the_bits_of_one_that_did_not_stop(
     hosts: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The run has dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values."""
+    """The run has dropout, shuffled data, and a checkpoint within an epoch; what goes on begins with other values. In a
+    pipeline ``test_trainer_layouts`` runs TRL's DPOTrainer each time."""
     cluster = None if hosts == 1 else request.getfixturevalue("two_hosts")
     (two := tmp_path / "two").mkdir()
     for own in (folders := [tmp_path / "host0", tmp_path / "host1"]):
         own.mkdir()
-    words = ["-m", "tests.ranks.trained", two]
+    words = ["-m", "tests.ranks.trained", two, "RewardTrainer", *(["DPOTrainer"] if hosts > 1 else [])]
     (code, _, errors), (other, quiet, _) = Launched(2, words, folders, cluster=cluster).outcomes()
     assert (code, other) == (0, 0), errors
     assert hosts > 1 or not quiet.split(), "preparing data prints empty lines, and the library speaks on each host"

@@ -104,7 +104,7 @@ PIPELINES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "1f1b": ("padded at times", {"schedule": "1f1b"}),
 }
 """What pipelines whose ranks share sequences are trained with: a model, and settings."""
-IN_SHORT = ("vertical", "zero bubble")
+IN_SHORT = ("zero bubble",)
 """Of which every run of the tests takes some; a campaign takes all."""
 LENGTHS = (24, 25, 25, 24)
 """Not all are a multiple of the ranks."""
@@ -152,8 +152,8 @@ def alone(name: str, lengths: tuple[int, ...] | None = None) -> Result:
     return trained(None, name, lengths=lengths, clip_grad_norm=0.5)
 
 
-def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
-    """All that two ranks find which share each sequence."""
+def of_two(mesh: DeviceMesh, disk: Path, full: bool) -> dict[str, Any]:
+    """All that two ranks find which share each sequence. ``full``: blocks are compiled under both schedules."""
     return {
         "cases": {
             name: trained(mesh, name, disk if name == "dropout" else None, clip_grad_norm=0.5) for name in CASES | EXTRA
@@ -161,16 +161,16 @@ def of_two(mesh: DeviceMesh, disk: Path) -> dict[str, Any]:
         "halves": halves(mesh, disk),
         "compiled": [
             trained(mesh, "packed", lengths=ONE_SHAPE, clip_grad_norm=0.5, compile="aot_eager", **way)
-            for way in ({}, {"schedule": "horizontal", "overlap": False})
+            for way in ({}, {"schedule": "horizontal", "overlap": False})[: 1 + full]
         ],
         "sent": {schedule: counted(mesh, schedule) for schedule in ("vertical", "horizontal")},
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[dict[str, Any]]:
     """``of_two``, by rank."""
-    return sharing(2, of_two, tmp_path_factory.mktemp("two"))
+    return sharing(2, of_two, tmp_path_factory.mktemp("two"), full=pytestconfig.getoption("--campaign"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -182,10 +182,11 @@ def test_two_ranks_that_share_each_sequence_are_one_process(name: str, found: li
 
 def test_compiled_blocks_make_the_exchanges_with_the_same_bits_under_any_schedule(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
-        first, second = of_rank["compiled"]
+        first, *others = of_rank["compiled"]
         close(first, alone("packed", ONE_SHAPE))
-        assert (first.losses, first.norms) == (second.losses, second.norms)
-        assert [n for n, one in first.state.items() if not torch.equal(second.state[n], one)] == []
+        for other in others:
+            assert (first.losses, first.norms) == (other.losses, other.norms)
+            assert [n for n, one in first.state.items() if not torch.equal(other.state[n], one)] == []
 
 
 def close(found: Result, wanted: Result) -> None:
@@ -214,7 +215,7 @@ def of_four(mesh: DeviceMesh, disk: Path, full: bool) -> dict[str, Any]:
     common = {"clip_grad_norm": 0.5, "strands": 4}
     ways = {}
     for number, (way, given) in enumerate(WAYS.items()):
-        if not full and "on_disk" not in given:
+        if not full and "stage" not in given:
             continue
         given = dict(given)
         place = disk / str(number) if given.pop("on_disk", False) else None
@@ -243,7 +244,7 @@ def test_schedules_and_tiers_change_no_bit(found_by_four: list[dict[str, Any]]) 
     """With dropout within and without attention; spans and heads draw other numbers than each other."""
     for of_rank in found_by_four:
         ways = dict(of_rank["ways"])
-        first = ways.pop("delayed, on disk")
+        first = ways.pop("copies, horizontal")
         for way, other in ways.items():
             assert other.losses == first.losses, way
             assert other.norms == first.norms, way

@@ -76,6 +76,7 @@ def talks(count: int) -> Dataset:
 
 
 PACKED = {"packing": True, "max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 2}
+PACKED |= {"eval_strategy": "no"}
 
 
 def tuned(
@@ -156,7 +157,8 @@ def loop(folder: Path) -> dict[str, list[Any]]:
     return {"plain": looped(plain, mine), "own": begun[:2] + resumed}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *preferring: str) -> None:
+    """``preferring``: TRL's trainers of preferences and rewards to run."""
     stopped = trainer(folder, 2, callbacks=[StopAfter(3)])
     stopped.train()
     stopped.engine.close()
@@ -170,7 +172,7 @@ def main(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
     resumed.end()
     logged = fine_tune(folder / "trl")
-    preferred = by_processes(folder / "preferred", 2, in_memory(strands=2), "DPOTrainer", "RewardTrainer")
+    preferred = by_processes(folder / "preferred", 2, in_memory(strands=2), *preferring)
     figures = loop(folder / "fabric")
     if resumed.is_world_process_zero():
         (folder / "trl" / "logged.json").write_text(json.dumps(logged))
@@ -179,4 +181,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

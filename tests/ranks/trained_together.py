@@ -1,6 +1,6 @@
 """Runs of ``penstock.hf.Trainer`` and TRL's trainers whose processes take batches together, as torchrun starts
-them: a pipeline, which ends after a checkpoint, goes on from that, evaluates and saves; and ranks that share each
-sequence.
+them: a pipeline, which ends after a checkpoint, goes on from that, evaluates and saves, of four packs documents, too;
+and ranks that share each sequence.
 """
 
 import json
@@ -31,14 +31,15 @@ def pipeline(folder: Path) -> None:
     predicted = resumed.predict(HELD_OUT)
     found = {"shown": shown(resumed), "predicted": predicted.predictions.tolist()}
     resumed.end()
-    packed = tuned(
-        SFTTrainer, folder / "trl", EACH, PACKED, engine=on_disk(folder / "trl" / "store", strands=2, **layout)
-    )
-    packed.save_model(str(folder / "trl" / "out"))
-    found["packed"] = shown(packed), shown(tuned(trl.SFTTrainer, folder / "plain", EACH, PACKED))
-    packed.end()
+    if EACH == 1:
+        packed = tuned(
+            SFTTrainer, folder / "trl", EACH, PACKED, engine=on_disk(folder / "trl" / "store", strands=2, **layout)
+        )
+        packed.save_model(str(folder / "trl" / "out"))
+        found["packed"] = shown(packed), shown(tuned(trl.SFTTrainer, folder / "plain", EACH, PACKED))
+        packed.end()
     found["preferred"] = by_processes(folder / "preferred", EACH, in_memory(strands=2, **layout), "DPOTrainer")
-    if packed.is_world_process_zero():
+    if resumed.is_world_process_zero():
         (folder / "found.json").write_text(json.dumps(found))
 
 
