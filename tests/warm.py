@@ -47,8 +47,7 @@ class Server(ForkServerContext):
 def server() -> Server:
     """Starts processes from a server that has imported what they need, which takes it seconds, once.
 
-    It must have no other threads, which a fork would lose: ``OMP_NUM_THREADS`` is 1 in all tests. That of arrow's
-    allocator, which comes with ``datasets``, is made again where it is lost.
+    It must have no other threads, which a fork would lose: ``OMP_NUM_THREADS`` is 1 in all tests.
     """
     assert os.environ["OMP_NUM_THREADS"] == "1"
     context = Server()

@@ -14,7 +14,6 @@ for _name in (
     # the model of the settings files in the tests, and those of ranks
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3", "mixtral", "vit")),
     "tests.ranks.test_accelerator",  # and with it most files of tests of ranks
-    *("datasets", "lightning_fabric"),  # of loops of libraries; not wandb, which leaves folders until a process ends
 ):
     import_module(_name)
 gc.freeze()
