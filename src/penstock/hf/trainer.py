@@ -32,7 +32,7 @@ from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import changes, checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
-from penstock.hf.evaluation import Evaluation, EvaluationSteps
+from penstock.hf.evaluation import INSTEAD, Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
@@ -201,7 +201,7 @@ class EngineMixin(EvaluationSteps):
             raise
         self._ranks = ranks
         checkpoint.name_run(engine, ranks)
-        guard(engine.model, "use evaluate and predict, or load what save_model has written")
+        guard(engine.model, INSTEAD)
         return engine
 
     def _on_each_host(self, ranks: Ranks, see_to: Callable[..., object]) -> None:
