@@ -275,6 +275,20 @@ def test_spaces_of_an_answer_count_where_the_tokenizer_says_that_they_stand_nowh
     assert _answers(bpe, found) == "".join(f"{text}</assistant>\n" for role, text in said if role == "assistant")
 
 
+@pytest.mark.parametrize("written", ["m.content", "m.content | trim"])
+def test_parts_that_a_template_would_print_as_a_list_are_refused(
+    written: str, bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    row = {"messages": [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]}
+    path = write_jsonl(tmp_path / "c.jsonl", [row])
+    bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", written)
+    with pytest.raises(ConfigError, match="line 1: the chat template takes text alone, .* of message 1 as a list"):
+        encoded(path, bpe)
+    bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", "m.content[0].text")
+    (found,) = encoded(path, bpe)
+    assert _answers(bpe, found) == "x</assistant>\n"
+
+
 COUNTS = THINKS_LAST.replace("{% for", "{{ messages | map(attribute='content') | join | length }}{% for", 1)
 """It writes something else of an answer elsewhere, which could pass for a part of it."""
 

@@ -100,6 +100,7 @@ class ChatEncoder:
                 else:
                     text = self._render(chat)
                     where = self._spans(chat, text) if self._answers else []
+                _check_parts(chat, text)
                 texts.append(text)
                 spans.append(where)
         # The template writes all special tokens itself.
@@ -242,6 +243,20 @@ _ARGUMENTS = '{"z": "0"}'
 """Arguments of a call as text, which no template writes of others."""
 _OTHERS = ("0", "z")
 """Answers of which at least one differs from any other in the first character."""
+
+
+def _check_parts(chat: _Chat, text: str) -> None:
+    """Raises:
+    ConfigError: the template has written a list of parts as Python prints it, and not what these say.
+    """
+    for number, message in enumerate(chat.messages, start=1):
+        parts = message.get("content")
+        if isinstance(parts, list) and parts and str(parts) in text:
+            raise ConfigError(
+                f"{chat.place}: the chat template takes text alone, and would write the parts that are the content of "
+                f"message {number} as a list of Python's: give text as content, or a template that goes through parts "
+                "(data.chat_template)"
+            )
 
 
 def _in_other_words(answer: Message, text: str) -> Message:
