@@ -282,7 +282,7 @@ def test_parts_that_a_template_would_print_as_a_list_are_refused(
     row = {"messages": [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]}
     path = write_jsonl(tmp_path / "c.jsonl", [row])
     bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", written)
-    with pytest.raises(ConfigError, match="line 1: the chat template takes text alone, .* of message 1 as a list"):
+    with pytest.raises(ConfigError, match=r"line 1: the chat template takes text alone, .* of message 1 as a list"):
         encoded(path, bpe)
     bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", "m.content[0].text")
     (found,) = encoded(path, bpe)
