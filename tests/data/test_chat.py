@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -200,6 +201,59 @@ def test_keys_that_are_null_in_a_table_are_not_there_for_the_template(
         assert bpe.decode(found.ids.tolist()) == "x"
 
 
+CALLS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
+)
+
+
+def calling(name: str, arguments: Any, **told: Any) -> dict[str, Any]:
+    """A row in which a tool is called."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "user", "content": "hi "}
+    return {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}], **told}
+
+
+def test_keys_that_a_table_has_for_other_rows_are_not_there_for_the_template(
+    bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Tools and arguments of calls have other keys in each row, and a table all of them in all rows."""
+    bpe.chat_template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+    rows = [
+        calling("look", {"at": "x"}, tools=[{"name": "look", "parameters": {"at": {"type": "text"}}}]),
+        calling("open", {"far": [1]}, tools=[{"name": "open", "parameters": {"far": {"type": "list"}}}]),
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    found = [bpe.decode(document.ids.tolist()) for document in encoded(tmp_path / "c.parquet", bpe)]
+    assert found == [
+        '[{"name": "look", "parameters": {"at": {"type": "text"}}}]hi {"at": "x"}',
+        '[{"name": "open", "parameters": {"far": {"type": "list"}}}]hi {"far": [1]}',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("call.function.arguments | tojson", ['{"at": "x"}', "{}", '"print(1)"', '{"z": 1}']),
+        ("'' + call.function.arguments", ['{"at":"x"}', "{}", "print(1)", '{"z":1}']),
+        ("call.function.arguments.items() | list", ["[('at', 'x')]", "[]", None, "[('z', 1)]"]),
+    ],
+)
+def test_arguments_of_a_call_that_are_json_text_are_what_the_template_takes(
+    written: str, wanted: list[str | None], bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As OpenAI's form has them. Most templates would write them in quotes, or look for an object's keys."""
+    bpe.chat_template = CALLS.replace("ARGUMENTS", written)
+    for given, text in zip(('{"at":"x"}', "{}", "print(1)", '{"z":1}'), wanted, strict=True):
+        path = write_jsonl(tmp_path / "c.jsonl", [calling("do", given)])
+        if text is None:
+            with pytest.raises(ConfigError, match="the chat template fails on this chat: UndefinedError"):
+                encoded(path, bpe)
+        else:
+            (found,) = encoded(path, bpe)
+            assert bpe.decode(found.ids.tolist()) == f"hi {text}"
+
+
 @pytest.mark.parametrize("nothing", [None, [], "", "[]", "null"])
 def test_a_chat_with_a_list_of_no_tools_has_none(bpe: PreTrainedTokenizerBase, tmp_path: Path, nothing: Any) -> None:
     """Llama 3.1's template asks if there is a list, and then tells of what is in it."""
@@ -219,6 +273,20 @@ def test_spaces_of_an_answer_count_where_the_tokenizer_says_that_they_stand_nowh
     row = {"messages": [{"role": role, "content": text} for role, text in said]}
     (found,) = encoded(write_jsonl(tmp_path / "c.jsonl", [row]), bpe)
     assert _answers(bpe, found) == "".join(f"{text}</assistant>\n" for role, text in said if role == "assistant")
+
+
+@pytest.mark.parametrize("written", ["m.content", "m.content | trim"])
+def test_parts_that_a_template_would_print_as_a_list_are_refused(
+    written: str, bpe: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    row = {"messages": [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]}
+    path = write_jsonl(tmp_path / "c.jsonl", [row])
+    bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", written)
+    with pytest.raises(ConfigError, match=r"line 1: the chat template takes text alone, .* of message 1 as a list"):
+        encoded(path, bpe)
+    bpe.chat_template = PLAIN_TEMPLATE.replace("m.content", "m.content[0].text")
+    (found,) = encoded(path, bpe)
+    assert _answers(bpe, found) == "x</assistant>\n"
 
 
 COUNTS = THINKS_LAST.replace("{% for", "{{ messages | map(attribute='content') | join | length }}{% for", 1)

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from huggingface_hub import PyTorchModelHubMixin
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 import penstock
@@ -27,6 +27,7 @@ from penstock.hf.training_arguments import (
     ENGINE,
     KEPT,
     REFUSED,
+    SEQ2SEQ_REFUSED,
     TRL_KEPT,
     TRL_REFUSED,
     check_arguments,
@@ -56,11 +57,11 @@ def test_defaults_are_accepted(tmp_path: Path) -> None:
         check_arguments(of_trl(str(tmp_path), report_to=[], bf16=False, use_cpu=True))
 
 
-@pytest.mark.parametrize("name", sorted(set(REFUSED) | set(TRL_REFUSED)))
+@pytest.mark.parametrize("name", sorted({*REFUSED, *TRL_REFUSED, *SEQ2SEQ_REFUSED}))
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """Set behind the library's back, whose own checks want some of these to come with others."""
-    of_trl = next(cls for cls in OF_TRL if name in fields(cls))
-    args = of_trl(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
+    cls = next(cls for cls in (*OF_TRL, Seq2SeqTrainingArguments) if name in fields(cls))
+    args = cls(str(tmp_path), report_to=[], bf16=False, use_cpu=True)
     setattr(args, name, 3)
     with pytest.raises(penstock.ConfigError, match=f"^{name}=3 cannot be honoured: .*Leave it out$"):
         check_arguments(args)
@@ -74,6 +75,17 @@ def test_an_argument_that_the_table_does_not_know_is_refused_unless_it_asks_for_
     check_arguments(Newer(str(tmp_path), report_to=[]))
     with pytest.raises(penstock.ConfigError, match="shiny=1 cannot be honoured: this version"):
         check_arguments(Newer(str(tmp_path), report_to=[], shiny=1))
+
+
+def test_what_a_subclass_asks_for_by_a_default_of_its_own_is_refused_as_if_it_was_given(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Mine(TrainingArguments):
+        bf16_full_eval: bool = True
+        optim: str = "sgd"
+
+    with pytest.raises(penstock.ConfigError, match=r"^bf16_full_eval=True cannot be honoured"):
+        check_arguments(Mine(str(tmp_path), report_to=[], use_cpu=True))
+    check_arguments(Mine(str(tmp_path), report_to=[], use_cpu=True, bf16_full_eval=False))
 
 
 class LooksAtGradients(TrainerCallback):

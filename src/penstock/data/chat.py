@@ -22,7 +22,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
 from penstock.compat.transformers import marked_chat
-from penstock.data.conversations import Message, tools_of
+from penstock.data.conversations import Message, object_in, tools_of, with_arguments
 from penstock.data.limits import check_length, check_template, limited
 from penstock.data.sources.reader import Example
 from penstock.data.token_files import Document
@@ -82,6 +82,7 @@ class ChatEncoder:
         self._place = ""  # of the chat that is being rendered
         self._marked = isinstance(template, str) and bool(_MARKS.search(template))
         self._shown: set[str] = set()  # what of tools the template has been seen to write
+        self._takes_text: bool | None = None  # arguments of calls that are JSON text; None: not known yet
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
         """Raises:
@@ -90,6 +91,7 @@ class ChatEncoder:
         chats = [_Chat(place=each.place, messages=_messages(each), tools=tools_of(each)) for each in examples]
         texts, spans = [], []
         with limited(lambda: self._place, alone=self._alone):
+            chats = [self._with_arguments(chat) for chat in chats]
             for chat in chats:
                 self._check_tools(chat)
             for chat in chats:
@@ -98,6 +100,7 @@ class ChatEncoder:
                 else:
                     text = self._render(chat)
                     where = self._spans(chat, text) if self._answers else []
+                _check_parts(chat, text)
                 texts.append(text)
                 spans.append(where)
         # The template writes all special tokens itself.
@@ -113,6 +116,19 @@ class ChatEncoder:
             return [Document(ids=ids) for ids in all_ids]
         answers = [_within(offsets, where) for offsets, where in zip(found["offset_mapping"], spans, strict=True)]
         return [Document(ids=ids, answers=counts) for ids, counts in zip(all_ids, answers, strict=True)]
+
+    def _with_arguments(self, chat: _Chat) -> _Chat:
+        """The chat with objects in the place of arguments that are their JSON text, as OpenAI's form has them, unless
+        the template writes such a text as it stands: most would write it as a text in quotes. One chat tells."""
+        other = replace(chat, messages=with_arguments(chat.messages, lambda _: _ARGUMENTS))
+        if other == chat or self._takes_text:
+            return chat
+        if self._takes_text is None:
+            try:
+                self._takes_text = _ARGUMENTS in self._render(other)
+            except ConfigError:  # it goes through an object's keys
+                self._takes_text = False
+        return chat if self._takes_text else replace(chat, messages=with_arguments(chat.messages, object_in))
 
     def _check_tools(self, chat: _Chat) -> None:
         """Refuse a template that leaves out tools, calls of them or their results: who is trained to call tools must
@@ -223,8 +239,24 @@ class ChatEncoder:
         return found
 
 
+_ARGUMENTS = '{"z": "0"}'
+"""Arguments of a call as text, which no template writes of others."""
 _OTHERS = ("0", "z")
 """Answers of which at least one differs from any other in the first character."""
+
+
+def _check_parts(chat: _Chat, text: str) -> None:
+    """Raises:
+    ConfigError: the template has written a list of parts as Python prints it, and not what these say.
+    """
+    for number, message in enumerate(chat.messages, start=1):
+        parts = message.get("content")
+        if isinstance(parts, list) and parts and str(parts) in text:
+            raise ConfigError(
+                f"{chat.place}: the chat template takes text alone, and would write the parts that are the content of "
+                f"message {number} as a list of Python's: give text as content, or a template that goes through parts "
+                "(data.chat_template)"
+            )
 
 
 def _in_other_words(answer: Message, text: str) -> Message:

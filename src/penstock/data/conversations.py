@@ -4,7 +4,7 @@ Beside Penstock's own form, which is the chat template's, that is ShareGPT's: tu
 names for who speaks and for calls of tools are those of FastChat, axolotl and LLaMA-Factory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.data.sources.reader import Example
@@ -138,6 +138,33 @@ def _arguments(call: Message, place: str) -> Any:
     given = call["arguments"]
     says = f"{place} is a call of a tool, and its 'arguments' are not JSON"
     return _parsed(given, says) if isinstance(given, str) else given
+
+
+def with_arguments(messages: Sequence[Message], change: Callable[[str], Any]) -> list[Message]:
+    """The messages, with what ``change`` makes of arguments of calls of tools that are text."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        given = call.get("arguments")
+        inner = {"function": changed(call["function"])} if "function" in call else {}
+        return {**call, **inner, **({"arguments": change(given)} if isinstance(given, str) else {})}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def object_in(text: str) -> Any:
+    """The object that a text of JSON is; of any other text, that text."""
+    try:
+        value = parse_json(text, finite=False)
+    except MalformedError:
+        return text
+    return value if isinstance(value, Mapping) else text
 
 
 def _parsed(text: str, otherwise: str) -> Any:

@@ -43,8 +43,8 @@ log = logging.getLogger("penstock")
 LOOKED_AT = 1_000
 """Rows of a source that is streamed in which the fields that the settings name are looked for."""
 _SHUFFLE = 10_000
-_VERSION = 5  # of what is written from equal settings
-_PREPARED = 6  # of the form that it is written in
+_VERSION = 6  # of what is written from equal settings
+_PREPARED = 7  # of the form that it is written in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,10 @@ def check(micro_batches: Sequence[MicroBatch], *, train: bool) -> None:
             raise ModelError(f"micro-batch {m} holds no tensor with elements")
         if set(mb) != set(micro_batches[0]):
             extra = sorted(map(repr, set(mb) ^ set(micro_batches[0])))
-            raise ModelError(f"micro-batch {m} differs from micro-batch 0 in {', '.join(extra)}")
+            raise ModelError(
+                f"micro-batch {m} differs from micro-batch 0 in {', '.join(extra)}: all of a step must have the same "
+                "entries, so let whoever collates them make these always, such as a mask of ones, or never"
+            )
 
 
 def _trains_others(tensor: torch.Tensor) -> bool:

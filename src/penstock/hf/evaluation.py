@@ -21,6 +21,12 @@ from penstock.hf.training_arguments import refuse_logits
 from penstock.ranks.group import Ranks
 from penstock.tape import trees
 
+INSTEAD = (
+    "use evaluate and predict (in a prediction_step of your own super().prediction_step, which runs compute_loss), or "
+    "load what save_model has written"
+)
+"""The ways to use a model that the engine has, for who calls it."""
+
 
 @dataclass(kw_only=True)
 class Evaluation:

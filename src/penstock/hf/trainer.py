@@ -32,12 +32,19 @@ from penstock.engine.wrap import wrap_among
 from penstock.errors import ConfigError, ModelError
 from penstock.hf import changes, checkpoint, joint
 from penstock.hf.engine_arguments import EngineArguments
-from penstock.hf.evaluation import Evaluation, EvaluationSteps
+from penstock.hf.evaluation import INSTEAD, Evaluation, EvaluationSteps
 from penstock.hf.lora import BaseWeights
 from penstock.hf.models.adapters import check_adapters, has_adapters
 from penstock.hf.pieces import Loss, Notes, as_micro_batch, current_notes, loss_of_piece, notes_of, of_spans
 from penstock.hf.trainer_optimizer import optimizer_of, precision_of
-from penstock.hf.training_arguments import check_arguments, check_limit, check_trainer, limit_of, refuse_foreign
+from penstock.hf.training_arguments import (
+    check_arguments,
+    check_limit,
+    check_trainer,
+    is_of_library,
+    limit_of,
+    refuse_foreign,
+)
 from penstock.loss.tiled import in_tiles
 from penstock.optim.driven import DrivenOptimizer
 from penstock.ranks.group import ALONE, Ranks
@@ -49,7 +56,6 @@ from penstock.tape.guard import guard
 T = TypeVar("T")
 
 _REPLACED = ("training_step", "create_optimizer", *REPLACED)
-_LIBRARIES = ("transformers", "trl")
 
 
 class EngineMixin(EvaluationSteps):
@@ -81,7 +87,7 @@ class EngineMixin(EvaluationSteps):
         self.check_given(self._named(inspect.signature(super().__init__).bind(*args, **kwargs)))
         for name in _REPLACED:
             behind = getattr(super(TrainerSteps, self), name)
-            if not _is_of_library(behind):
+            if not is_of_library(behind):
                 raise ConfigError(
                     f"{behind.__qualname__} cannot be honoured: the engine's own comes before it. Override it in the "
                     "class that EngineMixin is a base of, where super() is the engine's, or, for a loss, compute_loss"
@@ -118,7 +124,7 @@ class EngineMixin(EvaluationSteps):
             if kind is inspect.Parameter.VAR_KEYWORD:
                 found |= value
             elif kind is inspect.Parameter.VAR_POSITIONAL:
-                library = next(base for base in type(self).__mro__ if _is_of_library(base))
+                library = next(base for base in type(self).__mro__ if is_of_library(base))
                 left = [name for name in inspect.signature(library).parameters if name not in found]
                 found |= zip(left, value, strict=False)
             else:
@@ -195,7 +201,7 @@ class EngineMixin(EvaluationSteps):
             raise
         self._ranks = ranks
         checkpoint.name_run(engine, ranks)
-        guard(engine.model, "use evaluate and predict, or load what save_model has written")
+        guard(engine.model, INSTEAD)
         return engine
 
     def _on_each_host(self, ranks: Ranks, see_to: Callable[..., object]) -> None:
@@ -489,8 +495,3 @@ class Trainer(EngineMixin, transformers.Trainer):
     Raises:
         ConfigError: an argument cannot be honoured; it is named, and what to do.
     """
-
-
-def _is_of_library(named: Any) -> bool:
-    """True of a class, or a function, that is one of the libraries' own."""
-    return str(named.__module__).partition(".")[0] in _LIBRARIES

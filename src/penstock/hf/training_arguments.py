@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from penstock.errors import ConfigError
 from penstock.ranks.start import can_start_again
 
+_LIBRARIES = ("transformers", "trl")
+
 KEPT = frozenset(
     {
         # how long, on what, and in which order; how long the library's own gathers wait for other processes
@@ -115,6 +117,19 @@ TRL_REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE),
 }
 
+_GENERATION = (
+    "text is generated a token at a time, and the engine's weights pass by in a step or an evaluation alone: evaluate "
+    "the loss, and generate with the model that save_model has written and from_pretrained loads"
+)
+SEQ2SEQ_REFUSED: Mapping[str, str] = dict.fromkeys(
+    ("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"), _GENERATION
+)
+
+_UNKNOWN = (
+    "this version of penstock does not know it. An option of your own belongs in a class of its own, of which "
+    "HfArgumentParser takes several"
+)
+
 
 def refuse_foreign(given: Mapping[str, Any]) -> None:
     """Refuse arguments of a Trainer's constructor that bring an optimizer, or a function that makes models.
@@ -152,14 +167,16 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigError: an argument is not at its default and would have no effect, or another than it says.
     """
-    refused = {**REFUSED, **TRL_REFUSED}
+    refused = {**REFUSED, **TRL_REFUSED, **SEQ2SEQ_REFUSED}
+    library: Any = next(filter(is_of_library, type(args).__mro__))
+    known = {field.name: field for field in dataclasses.fields(library)}  # a subclass may have defaults of its own
     for field in dataclasses.fields(args):
         if field.name in KEPT or field.name in ENGINE or field.name in TRL_KEPT:
             continue
         value = getattr(args, field.name)
-        if value is None or value in ([], {}, "", _default_of(field)):
+        if value is None or value in ([], {}, "", _default_of(known.get(field.name, field))):
             continue
-        why = refused.get(field.name, "this version of penstock does not know it")
+        why = refused.get(field.name, _UNKNOWN)
         raise ConfigError(f"{field.name}={value!r} cannot be honoured: {why}. Leave it out")
     started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if args.world_size != started:
@@ -294,6 +311,11 @@ def refuse_logits(cp: int) -> NoReturn:
         f"cp={cp}: ranks that share each sequence have the logits of a span each, and evaluate the loss alone: leave "
         "compute_metrics out, set prediction_loss_only=True, and call evaluate"
     )
+
+
+def is_of_library(named: Any) -> bool:
+    """True of a class, or a function, that is one of the libraries' own."""
+    return str(named.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import SourceConfig
-from penstock.data.sources.reader import FIELDS, Cursor, Example, wanted
+from penstock.data.sources.reader import FIELDS, Cursor, Example, wanted, without_nulls
 from penstock.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ class HubDataset:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise ConfigError(f"data: {self.name}: cannot be read on after row {count}: {reason}") from error
             count += 1
-            fields = {name: row[name] for name in self.wanted if name in row}
+            fields = {name: without_nulls(row[name]) for name in self.wanted if name in row}
             example = Example(fields=fields, place=f"{self.name}, row {count}", has=tuple(row))
             yield example, {"state": rows.state_dict(), "row": count}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from penstock.data.sources.reader import FIELDS, Cursor, Example
+from penstock.data.sources.reader import FIELDS, Cursor, Example, without_nulls
 from penstock.errors import ConfigError
 
 _ROWS = 256  # that are in memory as Python objects at once
@@ -27,6 +27,7 @@ class Parquet:
             try:
                 for fields, names in _rows(path, skip, self.wanted):
                     row += 1
+                    fields = {name: without_nulls(value) for name, value in fields.items()}
                     yield Example(fields=fields, place=f"{path}, row {row}", has=names), [index, row]
             except (OSError, pyarrow.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
                 if isinstance(error, ConfigError):

@@ -52,6 +52,13 @@ class Example:
 _MOST_NAMES = 20
 
 
+def without_nulls(value: Any) -> Any:
+    """A table's value without the keys that are null within it: what one row's mapping has, all rows' have there."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 class Reader(Protocol):
     """Examples in an order that is always the same. ``files``: what is read; none for a data set on the hub."""
 
