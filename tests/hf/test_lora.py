@@ -256,6 +256,9 @@ def test_making_adapters_warns_of_nothing_that_a_user_cannot_change() -> None:
 def test_targets_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora.target_modules=\('query',\): .*not found"):
         with_adapters(on_meta(), LoraConfig(target_modules=("query",)))
+    one = r"\('q_proj', 'value'\): no layer's name ends in 'value': .* end in down_proj, .*, q_proj, up_proj, v_proj$"
+    with pytest.raises(ConfigError, match=rf"lora.target_modules={one}"):
+        with_adapters(on_meta(), LoraConfig(target_modules=("q_proj", "value")))
 
 
 def test_a_type_of_model_that_peft_knows_no_layers_of_is_told_to_name_them() -> None:
