@@ -207,6 +207,7 @@ def test_a_new_model_is_exported_in_the_precision_of_its_run(config: Path, tmp_p
         (["{run}", "{out}", "--force"], 2, "there is no option --force"),
         (["/nowhere", "{out}"], 2, "does not exist"),
         (["{run}", "{out}/deep/er"], 1, "does not exist: create it first"),
+        (["{run}", "{run}/config.yaml/out"], 1, "config.yaml is a file: give another place"),
         (["{run}", "{run}"], 2, "exists"),
         (["{run}", "{run}", "--overwrite"], 2, "is no model's folder"),
         (["{run}", "{run}/model", "--overwrite"], 2, "a run keeps its model's configuration in"),
