@@ -207,6 +207,7 @@ def test_a_new_model_is_exported_in_the_precision_of_its_run(config: Path, tmp_p
         (["{run}", "{out}", "--force"], 2, "there is no option --force"),
         (["/nowhere", "{out}"], 2, "does not exist"),
         (["{run}", "{out}/deep/er"], 1, "does not exist: create it first"),
+        (["{run}", "{run}/config.yaml/out"], 1, "config.yaml is a file: give another place"),
         (["{run}", "{run}"], 2, "exists"),
         (["{run}", "{run}", "--overwrite"], 2, "is no model's folder"),
         (["{run}", "{run}/model", "--overwrite"], 2, "a run keeps its model's configuration in"),
@@ -269,12 +270,19 @@ def test_an_export_that_is_ended_leaves_nothing(number: int, code: int, trained:
 
 
 def test_a_run_with_adapters_gives_the_adapter_or_the_merged_model(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Base and adapter loaded by peft compute what the merged folder computes, and not what the base does."""
+    """Base and adapter loaded by peft compute what the merged folder computes, and not what the base does. The base is
+    found, and kept from being replaced, though it was named from another folder than the one that is exported in."""
     run = str(tmp_path / "run")
-    flags = ["--lora", "{rank: 2, target_modules: [q_proj, down_proj]}", "--optimizer.lr", "0.1"]
+    flags = ["--lora", "{rank: 2, target_modules: [q_proj, down_proj]}", "--optimizer.lr", "0.1", "--model", "small"]
+    monkeypatch.chdir(tmp_path)
     assert main(["train", str(config), *flags]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for merge in ([], ["--merge"]):
+        assert main(["export", run, str(tmp_path / "small"), "--overwrite", *merge]) == 2
+        assert "has the weights that the adapters are for" in capsys.readouterr().err
     assert main(["export", run, str(tmp_path / "adapter")]) == 0
     assert "its adapter in float32" in capsys.readouterr().out
     assert main(["export", run, str(tmp_path / "merged"), "--merge", "--dtype", "fp32"]) == 0

@@ -24,6 +24,7 @@ from penstock.hf import tiled_loss
 from penstock.hf.lora import BaseWeights, with_adapters
 from penstock.schedule.place import Format
 from penstock.shape.huggingface import model_shape
+from penstock.tape.dry import build_on_meta, dry_run
 from tests import models
 from tests.engine.test_zoo import ADAMW, CLIP, ROUNDING, ZOO, built, plain_step, steps_of
 from tests.training import abandon, budget, relative
@@ -256,6 +257,19 @@ def test_making_adapters_warns_of_nothing_that_a_user_cannot_change() -> None:
 def test_targets_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora.target_modules=\('query',\): .*not found"):
         with_adapters(on_meta(), LoraConfig(target_modules=("query",)))
+    one = r"\('q_proj', 'value'\): no layer's name ends in 'value': .* end in down_proj, .*, q_proj, up_proj, v_proj$"
+    with pytest.raises(ConfigError, match=rf"lora.target_modules={one}"):
+        with_adapters(on_meta(), LoraConfig(target_modules=("q_proj", "value")))
+
+
+def test_adapters_of_experts_are_planned_without_a_run() -> None:
+    """peft switches autocast off where their weights are, which torch refuses on the meta device."""
+    model = build_on_meta(lambda: with_adapters(models.mixtral(experts_implementation="grouped_mm"), LORA))
+    found = dry_run(model, steps_of(ZOO["mixtral"])[0][0], dtype=torch.float32, kind="cpu")
+    assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
+    assert any(stage.gradients for stage in found.stages)
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta", enabled=False)
 
 
 def test_a_type_of_model_that_peft_knows_no_layers_of_is_told_to_name_them() -> None:

@@ -135,9 +135,10 @@ def _write(
     kept = kept_model(model_folder(arguments.folder), trust_remote_code=trusted, flag="--trust-remote-code")
     model, values = Source.of(kept, found.values), found.values
     if config.lora is not None:
-        source = config.model.path
-        assert source is not None, "adapters are for a model that is there"
-        base = str(Path(source).resolve()) if Path(source).is_dir() else source
+        assert config.model.path is not None, "adapters are for a model that is there"
+        # The settings may name it from the folder that the run began in, which need not be this one.
+        named = (kept.base or config.model.path, config.model.path)
+        base = next((str(Path(folder).resolve()) for folder in named if Path(folder).is_dir()), named[0])
         kept.model.config.name_or_path = kept.model.name_or_path = base
         adapted: Any = with_adapters(kept.model, config.lora)
         if not arguments.merge:

@@ -39,9 +39,9 @@ class RunModel:
     rules: tuple[Any, ...] | None
     tokenizer: PreTrainedTokenizerBase | None
 
-    def keep(self, folder: Path, precision: Precision, tokenizer: Any = None) -> None:
-        """Write what a run keeps of it. ``precision``: in whose dtype random weights are exported. ``tokenizer``: if it
-        is not the one in ``folder``.
+    def keep(self, folder: Path, precision: Precision, named: str | None, tokenizer: Any = None) -> None:
+        """Write what a run keeps of it. ``precision``: in whose dtype random weights are exported. ``named``: its path
+        in the settings. ``tokenizer``: if it is not the one in ``folder``.
 
         Raises:
             ConfigError: it cannot be written.
@@ -54,6 +54,7 @@ class RunModel:
             rules=self.rules,
             source=self.folder,
             tokenizer=tokenizer,
+            named=named,
         )
 
 

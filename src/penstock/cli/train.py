@@ -369,7 +369,8 @@ def _open_data(
     data = data_in(run.folder, config, display, model, position)
     if new and run.ranks.rank == 0:
         own = config.data.tokenizer is None and config.data.chat_template is None
-        model.keep(model_folder(run.folder), _precision(config), None if own else data.tokenizer)
+        tokenizer = None if own else data.tokenizer
+        model.keep(model_folder(run.folder), _precision(config), config.model.path, tokenizer)
     return data
 
 

@@ -34,6 +34,27 @@ __all__ = ["Store", "TorchDispatchMode", "WeakTensorKeyDictionary", "flop_regist
 
 _aten = torch.ops.aten
 
+
+@contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """Inside, a region of autocast for the meta device can be opened, and casts nothing.
+
+    A function is put in the place of ``torch.autocast.__init__``, which refuses such a region even where it switches
+    autocast off. Without: no dry run of models that open one where their tensors are, as peft's adapters of experts do.
+    """
+    region: Any = torch.autocast
+    begin = region.__init__
+
+    def elsewhere(self: Any, device_type: str, *given: Any, **named: Any) -> None:
+        begin(self, "cpu" if device_type == "meta" else device_type, *given, **named)
+
+    region.__init__ = elsewhere
+    try:
+        yield
+    finally:
+        region.__init__ = begin
+
+
 # ---- processes
 
 

@@ -16,7 +16,7 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
     """The model with adapters that train, its own weights frozen: ``peft.get_peft_model``. Its module is changed.
 
     Raises:
-        ConfigError: no layer has such a name, or peft knows no default for this type of model.
+        ConfigError: no layer has one of the names, or peft knows no default for this type of model.
     """
     import peft
 
@@ -28,7 +28,8 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
         target_modules=list(targets) if isinstance(targets, tuple) else targets,
         task_type="CAUSAL_LM",
     )
-    first = next(model.parameters())
+    first, names = next(model.parameters()), [name for name, _ in model.named_modules()]
+    linear = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     try:
         with torch.device(first.device), warnings.catch_warnings():
             # peft asks the model by a name that transformers has deprecated, which is nothing that a user can change
@@ -42,6 +43,13 @@ def with_adapters(model: nn.Module, lora: LoraConfig) -> nn.Module:
             ) from error
         raise ConfigError(f"lora.target_modules={targets!r}: {' '.join(str(error).split())[:300]}") from error
     assert isinstance(adapted, nn.Module)
+    # peft is content with one that it finds. Names of experts it has replaced by those of the parameters they are in.
+    for end in targets if isinstance(targets, tuple) else ():
+        if end in (settings.target_modules or ()) and not any(f".{name}".endswith(f".{end}") for name in names):
+            raise ConfigError(
+                f"lora.target_modules={targets!r}: no layer's name ends in {end!r}: drop or correct it. Those of "
+                f"linear layers end in {', '.join(sorted(linear))}"
+            )
     return adapted
 
 

@@ -91,6 +91,8 @@ def require_parent(path: Path) -> None:
     """Raises:
     StoreError: there is no directory to make ``path`` in, or none that may be written to.
     """
+    if path.parent.is_file():
+        raise StoreError(f"{path.parent} is a file: give a directory in another place than {path}")
     if not path.parent.is_dir():
         raise StoreError(
             f"{path} does not exist and neither does {path.parent}: is the drive mounted? create {path.parent}"

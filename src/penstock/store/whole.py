@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from penstock import files
 from penstock.errors import StoreError
 from penstock.store import directory
 from penstock.store.directory import DirectoryLock
@@ -42,8 +43,10 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
         """
         self.path, self._check = path.resolve(), check
         check()
-        if not self.path.parent.is_dir():
-            raise StoreError(f"{self.path}: {self.path.parent} does not exist: create it first")
+        above = self.path.parent
+        if not above.is_dir():
+            advice = "give another place" if above.exists() else "create it first"
+            raise StoreError(f"{self.path}: {above} {files.no_folder(above)}: {advice}")
         remove_abandoned(self.path.parent, glob.escape(self.path.name))
         self._beside = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex[:12]}")
         self._aside = _aside(self._beside)

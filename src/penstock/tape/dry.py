@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compat.marks import buffer_dtypes
 from penstock.compat.modules import convert_buffers
+from penstock.compat.torch import autocast_of_meta
 from penstock.errors import ModelError
 from penstock.schedule.place import Format
 from penstock.schedule.program import GroupSpec, Stage
@@ -108,7 +109,7 @@ def dry_run(
         groups[g].detach(dtype, _META)
 
     try:
-        with values, Fused(kind):
+        with values, Fused(kind), autocast_of_meta():
             learned = tape.probe(inputs, load, unload, all_copies=True)
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(f"the model cannot be run on the meta device: {_first_line(error)}") from error

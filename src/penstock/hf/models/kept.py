@@ -4,10 +4,11 @@ config.json             with the class and the dtype that an export has by defau
 generation_config.json  of models that generate
 tokenizer.json ...      whatever the tokenizer is made of
 *.py                    the model's own code, where that is trusted
-penstock.json           the rules by which the files' names and layouts became the model's
+penstock.json           the rules by which the files' names and layouts became the model's, and where these files were
 """
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -29,12 +30,15 @@ NOTES = "penstock.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A model as a run keeps it. ``rules``: None for a model that was made from a configuration."""
+    """A model as a run keeps it. ``rules``: None for a model that was made from a configuration. ``base``: the folder
+    that its weights came from when the run began, if it was one of this machine's.
+    """
 
     folder: Path
     config: Any
     model: Any
     rules: list[Any] | None
+    base: str | None
 
 
 def keep(
@@ -46,11 +50,12 @@ def keep(
     rules: Sequence[Any] | None,
     source: Path | None,
     tokenizer: Any = None,
+    named: str | None = None,
 ) -> None:
     """Write ``folder``, whole or not at all.
 
     ``config``: as an export is to have it. ``source``: where the model's own files are. ``tokenizer``: of transformers,
-    if it is another than the one in ``source``.
+    if it is another than the one in ``source``. ``named``: the model's folder, or its name on the hub, as it was given.
 
     Raises:
         ConfigError: it cannot be written.
@@ -68,7 +73,11 @@ def keep(
         if source is not None and getattr(config, "auto_map", None):
             for path in files.matching(source, "*.py"):
                 files.copy(path, partial / path.name)
-        notes = {"rules": None if rules is None else mapping.rules_to_json(list(rules)), "code": _runs_code(model)}
+        notes = {
+            "rules": None if rules is None else mapping.rules_to_json(list(rules)),
+            "code": _runs_code(model),
+            "base": os.path.abspath(named) if named and Path(named).is_dir() else None,
+        }
         files.replace(partial / NOTES, json.dumps(notes, indent=2) + "\n")
         files.sync_tree(partial)
         files.remove(folder)
@@ -141,4 +150,4 @@ def kept_model(folder: Path, *, trust_remote_code: bool = False, flag: str = "tr
     model = shell.build(config, shell.class_of(config, folder, trust_remote_code=needs))
     kept = notes["rules"]
     rules = None if kept is None else mapping.rules_of(model, kept)
-    return Kept(folder=folder, config=config, model=model, rules=rules)
+    return Kept(folder=folder, config=config, model=model, rules=rules, base=notes.get("base"))
