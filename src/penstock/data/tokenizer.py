@@ -38,7 +38,8 @@ def load(path: str, *, key: str = "data.tokenizer") -> PreTrainedTokenizerBase:
             found = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  whatever transformers, tokenizers or the hub make of what is there
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{key}={path!r}: there is no tokenizer that can be loaded: {reason}") from None
+        where = "" if Path(path).exists() else f"{Path(path).absolute()} is not there, and by that name "
+        raise ConfigError(f"{key}={path!r}: {where}there is no tokenizer that can be loaded: {reason}") from None
     assert isinstance(found, PreTrainedTokenizerBase)
     if not found.get_vocab():
         raise ConfigError(f"{key}={path!r}: the tokenizer there has no vocabulary")

@@ -186,7 +186,8 @@ def read_traces(folder: Path) -> list[MeasuredStep]:
                 f"{folder} holds {paths[0].name}, but it was cut off before its first op: train until a step is done"
             )
         raise ConfigError(
-            f"{folder} holds no trace: train with trace_steps above 0 (or leave it out), so that the run keeps one"
+            f"{folder} holds no trace: no step has ended there, or trace_steps was 0. Train a step with it above 0, or "
+            "leave it out"
         )
     return [steps[number] for number in sorted(steps)]
 
