@@ -147,7 +147,8 @@ class Spec:
             "read": f"x = x * (1 + {read})",
             "ask": f"x = x * (2.0 if {read} > 0.6 else 1 + float({read}))",
             "set": put.format(f"({value})"),
-            "reset": put.format("0.0"),
+            # A log that ends as it began looks as if nothing was added, which a recomputation would find there.
+            "reset": put.format("0.01" if self.place in ("log", "deque") else "0.0"),
             "log": f"LOG.append(float({read}))",
         }[act]
 

@@ -40,7 +40,8 @@ class _Uses:
 
     def carry(self) -> bool:
         """True if the order of micro-batches in one segment matters to another one."""
-        return len(self.all()) > 1 and bool(self.changed or (self.counted and self.read))
+        counts = self.counted and self.read and len(self.all()) > 1
+        return bool(counts or (self.changed and len(self.all() | self.filled) > 1))
 
 
 class Carried:
@@ -100,7 +101,7 @@ class Carried:
             if len(used) > 1:
                 yield what, used
         for storage in self._uses:
-            yield from ((storage, uses.all()) for uses in self._together(storage) if uses.carry())
+            yield from ((storage, uses.all() | uses.filled) for uses in self._together(storage) if uses.carry())
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
