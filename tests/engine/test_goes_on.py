@@ -1,6 +1,7 @@
 """What a model's own code keeps from one micro-batch to the next: the numbers of a plain loop, or a refusal."""
 
 import random
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,79 @@ def test_a_recomputation_changes_no_attribute(schedule: Any) -> None:
         return model  # type: ignore[no-any-return]
 
     assert_plain(build, budget(None), clip=0.01, schedule=schedule, recompute=True)
+
+
+class Hooked(Layer):
+    """Its backward reads what its forward has kept."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = float(x.detach().mean())
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * (1 + self.mean))
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_a_backward_reads_what_the_recomputation_has_left_on_its_block(schedule: Any) -> None:
+    assert_plain(lambda: Stack(Hooked), budget(None), clip=0.01, schedule=schedule, recompute=True)
+
+
+class CountsFromItsClass(Layer):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+def test_numbers_that_a_probe_has_put_on_modules_are_gone_behind_it() -> None:
+    assert_plain(lambda: Stack(CountsFromItsClass), budget(None), recompute=True)
+
+
+def built_by_the_first_call(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        model.kept += 1
+        if model.kept == 1:
+            model.table = torch.linspace(0, 1, x.shape[-1])
+        x = layer(x + model.table)
+    return x
+
+
+def filled_where_a_mask_was_asked(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if (x.abs() < 1e9).all():
+        model.table.copy_(torch.linspace(0, 1, x.shape[-1]))
+    return through(model, x + model.table) + model.table
+
+
+def steps_are_told(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.steps += 1
+    x = through(model, x)
+    if model.steps.item() % 10 == 0:
+        model.kept = "a tenth step"
+    return x
+
+
+@pytest.mark.parametrize("run", [built_by_the_first_call, filled_where_a_mask_was_asked, steps_are_told])
+def test_tables_and_counts_of_the_steps_are_no_memory(run: Run) -> None:
+    def build() -> nn.Module:
+        model: Any = Stack(run=run)
+        model.kept, model.table = 0, None
+        if run is filled_where_a_mask_was_asked:
+            model.table = torch.zeros(next(model.layers.parameters()).shape[-1])
+        model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        return model  # type: ignore[no-any-return]
+
+    assert_plain(build, budget(None))
+
+
+def another_function(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x = through(model, model.kept.apply(x))
+    mean = x.detach().mean()
+    model.kept.apply = lambda y: y + mean
+    return x
+
+
+def test_functions_are_not_the_same_for_having_no_attributes() -> None:
+    message = refused(keeping(another_function, types.SimpleNamespace(apply=lambda x: x)), budget(None))
+    assert "passes from one micro-batch to the next" in message

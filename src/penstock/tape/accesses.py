@@ -13,8 +13,8 @@ from torch import nn
 from penstock.compat.modules import buffers_of, watched_attributes
 from penstock.tape import trees
 from penstock.tape.buffers import is_own
-from penstock.tape.changes import Change, is_figure
-from penstock.tape.places import Entry, Held, Holder, same
+from penstock.tape.changes import Change
+from penstock.tape.places import Entry, Held, Holder, is_figure, is_large, same
 from penstock.tape.segments import BirthOf
 
 Attribute = tuple[nn.Module, str]
@@ -31,7 +31,9 @@ class Accesses:
         self._read: dict[Attribute, set[int]] = {}
         self._seen: dict[int, dict[Attribute, None]] = {}  # by segment, what it reads and earlier ones have written
         self._read_first: dict[Attribute, Any] = {}  # before they were written -> what was there then
-        self._left: dict[Attribute, dict[int, Any]] = {}  # by these and by segments that assign them, but for tensors
+        self._left: dict[
+            Attribute, dict[int, Any]
+        ] = {}  # by these and by segments that assign them, but for large tensors
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -47,7 +49,7 @@ class Accesses:
         finally:
             self._segment = None
         for attribute in self._read_first:
-            if segment in self._written[attribute] and not trees.tensors(now := _place(attribute).now()):
+            if segment in self._written[attribute] and not is_large(now := _place(attribute).now()):
                 self._left.setdefault(attribute, {})[segment] = now
 
     def _note_read(self, module: nn.Module, name: str) -> None:
@@ -78,13 +80,30 @@ class Accesses:
         """Places as of ``seen_by``, without those that go on from one forward to the next, as far as is known."""
         return [_place(attribute) for attribute in self._seen.get(segment, ()) if self._is_handed_on(attribute)]
 
+    def finds(self, segment: int) -> list[Holder]:
+        """The places that are to hold in a recomputation what they do in the call of a segment: as of ``found_by``, and
+        of other small values that it reads and that it or others assign."""
+        of_one, others = (
+            self.found_by(segment),
+            [*self.seen_by(segment), *(place for place, _ in self.begun_with(segment))],
+        )
+        return [*of_one, *(place for place in others if place not in of_one and not is_large(place.now()))]
+
+    def undoes(self, segment: int) -> list[Holder]:
+        """The places of attributes that a segment assigns, and that others use, too: its recomputation is not to."""
+        return [
+            _place(attribute)
+            for attribute, segments in self._written.items()
+            if segment in segments and len({*segments, *self._read.get(attribute, ())}) > 1
+        ]
+
     def begun_with(self, segment: int) -> Held:
         """The places of the attributes that a segment reads and none before it assigns, but it itself or a later one,
         with what was there as the forward began."""
         return tuple(
             (_place(attribute), before)
             for attribute, before in self._read_first.items()
-            if segment in self._read[attribute] and segment <= self._written[attribute][0]
+            if segment in self._read[attribute] and segment <= self._written[attribute][0] and not is_large(before)
         )
 
     def handed_on(self) -> Iterator[tuple[int, Holder]]:
@@ -115,7 +134,9 @@ class Accesses:
             tensors = isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and birth_of(now) is not None
             if len(segments | self._read[attribute]) > 1 and not (tensors or same(before, now)):
                 after = dict.fromkeys(sorted(segments), now) | self._left.get(attribute, {})
-                yield Change(place=_place(attribute), name=_words(attribute), before=before, after=after)
+                yield Change(
+                    place=_place(attribute), name=_words(attribute), before=before, after=after, attribute=True
+                )
 
     def _handed_on(self) -> Iterator[Attribute]:
         """The attributes that may be handed on within a forward. One that is read before it is assigned, by several

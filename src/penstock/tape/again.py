@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.tape import trees
 from penstock.tape.buffers import ModulesBefore
-from penstock.tape.changes import Change, Overwritten, Trials
+from penstock.tape.changes import BROKEN_OFF, Change, Overwritten, Trials
 from penstock.tape.modes import TrainingFlags
 from penstock.tape.places import Held, Holder, Memory, put
 from penstock.tape.segments import BirthOf, Segment
@@ -33,7 +33,7 @@ class Again:
     weights: tuple[Callable[[int], None], AbstractContextManager[Any], Callable[[], None]]
 
     def __call__(self, values: Held, at: Mapping[int, Held]) -> tuple[float | None, Mapping[Holder, Any]]:
-        """As ``run`` of ``Trials``; an error is another way."""
+        """As ``run`` of ``Trials``."""
         self.before.put_back()
         self.overwritten.put_back()
         put(values)
@@ -55,7 +55,7 @@ class Again:
                 if not self._run(suspended, index, segment):
                     return None, met
         except Exception:  # noqa: BLE001  these values have brought it about: the probe's own run had none
-            return None, met
+            return BROKEN_OFF, met
         finally:
             _, _, release = self.weights
             release()

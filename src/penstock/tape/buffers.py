@@ -12,7 +12,7 @@ from penstock.compat.torch import version
 from penstock.errors import ModelError
 from penstock.tape import trees
 from penstock.tape.generators import Generator, States, of_modules
-from penstock.tape.places import Entry, Held, Holder, put, values_in
+from penstock.tape.places import ABSENT, Entry, Held, Holder, is_figure, put, values_in
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -119,14 +119,16 @@ class ModulesBefore:
         return {(buffer.module, buffer.name): buffer.value for buffer in self.buffers if buffer.value is not None}
 
     def put_back(self) -> None:
-        """Undo what has happened since. An attribute that is new stays: it may tell of what is not undone, as
-        transformers' mark of the hooks that a first forward installs does."""
+        """Undo what has happened since. An attribute that is new stays, but for figures: it may tell of what is not
+        undone, as transformers' mark of the hooks that a first forward installs does."""
         known = {(buffer.module, buffer.name) for buffer in self.buffers}
         for owner, before in self.attributes:
             buffers = buffers_of(owner)
             for name in [name for name in buffers if (owner, name) not in known]:
                 del buffers[name]
+            new = [key for key, value in attributes_of(owner).items() if key not in before and is_figure(value)]
             put((Entry(of=vars(owner), key=key), value) for key, value in before.items())
+            put((Entry(of=vars(owner), key=key), ABSENT) for key in new)
         for buffer in self.buffers:
             buffer.put_back()
         put(self._places)

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.compat.torch import storage_key
 from penstock.tape import trees
 from penstock.tape.generators import Generator, is_own, key_of
+from penstock.tape.places import is_large
 from penstock.tape.watch import Operand
 
 _ATEN = torch.ops.aten
@@ -28,20 +29,29 @@ Replaced = tuple[str, torch.Tensor]
 @dataclass(kw_only=True)
 class _Uses:
     """Segments that have used a range of a storage. ``counted``: they have added to whole numbers, in any order;
-    ``filled``: they have put there what is the same in each forward."""
+    ``filled``: they have put there what is the same in each forward; ``asked``: it has become a number."""
 
     read: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     counted: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
 
     def all(self) -> set[int]:
         return self.read | self.changed | self.counted
 
+    def every(self) -> set[int]:
+        return self.all() | self.filled | self.asked
+
     def carry(self) -> bool:
         """True if the order of micro-batches in one segment matters to another one."""
         counts = self.counted and self.read and len(self.all()) > 1
-        return bool(counts or (self.changed and len(self.all() | self.filled) > 1))
+        return bool(counts or (self.changed and len(self.every()) > 1))
+
+    def tried(self) -> set[int]:
+        """The segments that change it in a way that may matter, where others use it, too."""
+        found = self.filled | self.counted if self.asked else self.filled
+        return found if len(self.every()) > 1 else set()
 
 
 class Carried:
@@ -71,14 +81,20 @@ class Carried:
         if is_own(generator):
             self._uses.setdefault(key_of(generator), {}).setdefault((0, 1), _Uses()).changed.add(segment)
 
-    def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True if several segments have used a tensor from before the forward."""
-        return any(len(uses.all() | uses.filled) > 1 for uses in self._together(storage_key(tensor)))
+    def asks(self, segment: int, old: Iterable[Operand]) -> None:
+        """Note that numbers are made of tensors that are ``old``."""
+        for tensor, storage, _ in old:
+            if not isinstance(tensor, nn.Parameter) and tensor.numel():
+                self._uses.setdefault(storage, {}).setdefault(_range(tensor), _Uses()).asked.add(segment)
 
-    def filled_in(self, tensor: torch.Tensor) -> set[int]:
-        """The segments that have filled such a tensor."""
-        found = self._together(storage_key(tensor)) if self.is_shared(tensor) else ()
-        return set[int]().union(*(uses.filled for uses in found))
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """True if several segments have used a small tensor from before the forward."""
+        found = self._together(storage_key(tensor))
+        return not is_large(tensor) and any(len(uses.every()) > 1 for uses in found)
+
+    def tried(self, tensor: torch.Tensor) -> set[int]:
+        """The segments that change such a tensor in a way that is to be tried out."""
+        return set[int]().union(*(uses.tried() for uses in self._together(storage_key(tensor))))
 
     def _together(self, storage: int) -> Iterator[_Uses]:
         """Of each range of a storage, the uses of all that overlap it."""
@@ -90,6 +106,7 @@ class Carried:
                 changed=set().union(*(uses.changed for uses in over)),
                 counted=set().union(*(uses.counted for uses in over)),
                 filled=set().union(*(uses.filled for uses in over)),
+                asked=set().union(*(uses.asked for uses in over)),
             )
 
     def found(self, replaced: Iterable[tuple[Replaced, set[int]]]) -> Iterator[tuple[str | int, set[int]]]:
@@ -101,7 +118,9 @@ class Carried:
             if len(used) > 1:
                 yield what, used
         for storage in self._uses:
-            yield from ((storage, uses.all() | uses.filled) for uses in self._together(storage) if uses.carry())
+            yield from (
+                (storage, uses.all() | uses.filled | uses.asked) for uses in self._together(storage) if uses.carry()
+            )
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,6 @@ left, that is tried out: the forward is run once more from there, and must come 
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -18,7 +17,6 @@ from penstock.compat.torch import storage_key
 from penstock.tape import trees
 from penstock.tape.places import (
     ABSENT,
-    SMALL,
     Attribute,
     Attributes,
     Contents,
@@ -28,12 +26,16 @@ from penstock.tape.places import (
     Holder,
     Memory,
     Numbers,
+    is_figure,
+    is_large,
     name_of,
     put,
     same,
 )
 from penstock.tape.watch import Operand
 
+BROKEN_OFF: Any = object()
+"""In place of the loss of a forward that has ended in an error."""
 _LET_GO: Any = object()
 """In place of a value with tensors that another one has followed: it is not to live on."""
 
@@ -44,7 +46,7 @@ class Change:
     the value that it has left, of those that have put another one there; ``set_before``: others have put there what
     was there already; ``handed``: it is in something that blocks are handed, of which each micro-batch has its own
     values anyway; ``begins_anew``: several segments change it, and each forward ends with what it began with, or with
-    the same as the one before."""
+    the same as the one before; ``attribute``: it is one of a module, of which only some are looked at so."""
 
     place: Holder
     name: str
@@ -53,6 +55,7 @@ class Change:
     set_before: bool = False
     handed: bool = False
     begins_anew: bool = False
+    attribute: bool = False
 
     @property
     def first(self) -> int:
@@ -85,7 +88,7 @@ class Change:
         return self.before is ABSENT and not is_figure(self.last)
 
     def note(self, segment: int, value: Any) -> None:
-        if self.after and _is_large(self.last):
+        if self.after and is_large(self.last):
             self.after[next(reversed(self.after))] = _LET_GO
         self.after[segment] = value
 
@@ -96,7 +99,7 @@ class Change:
     def is_plain(self) -> bool:
         """True if each micro-batch's values can be noted and put there. Large tensors are looked at by themselves."""
         values = (self.before, *self.after.values())
-        return not (self.handed or any(value is _LET_GO or _is_large(value) for value in values))
+        return not (self.handed or any(value is _LET_GO or is_large(value) for value in values))
 
 
 class Changes:
@@ -212,7 +215,8 @@ class Trials:
     """Runs a forward again to find out what its changes matter to.
 
     ``run(values, at)``: runs it with these values in places as it begins, and those of ``at`` as a segment does.
-    Returns its loss, None where it goes another way then, and what was in the places of ``at`` until then.
+    Returns its loss, None where it goes another way then, ``BROKEN_OFF`` where it ends in an error, and what was in the
+    places of ``at`` until then.
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class Trials:
                 found.append(change)
             else:
                 going_on.append(change)
-        if grown and self._differs((), _at((change.first + 1, change.place, change.before) for change in grown)):
+        if grown and self._differs(grown, _at((c.first + 1, c.place, c.before) for c in grown)):
             found += grown
         if going_on and self._are_read(going_on, last):
             for change in going_on:
@@ -268,16 +272,17 @@ class Trials:
         earlier ones have changed is as it was."""
         passed = ((s, c.place, c.at(s + 1)) for c in changes for s in range(last + 1))
         as_begun = ((s, c.place, c.before) for c in changes for s in range(c.first + 1, last + 1))
-        return self._differs((), _at(passed)) or self._differs((), _at(as_begun))
+        return self._differs(changes, _at(passed)) or self._differs(changes, _at(as_begun))
 
     def _matter(self, changes: Collection[Change]) -> bool:
         """True if the forward is another one where it begins with what it has left itself. Of a place that one segment
         alone changes, that segment may go on from what was there."""
-        return self._differs(changes, _at((c.first, c.place, c.before) for c in changes if c.is_of_one))
+        return self._differs(changes, _at((c.first, c.place, c.before) for c in changes if c.is_of_one), from_left=True)
 
-    def _differs(self, begun_with: Collection[Change], at: Mapping[int, Held]) -> bool:
+    def _differs(self, changes: Collection[Change], at: Mapping[int, Held], *, from_left: bool = False) -> bool:
         if self._loss is None:
             return False
+        begun_with = changes if from_left else ()
         as_it_was = {change.place: change.before for change in self._changes if not change.is_mark}
         left = {change.place: change.last for change in begun_with}
         found, met = self._run(tuple((as_it_was | left).items()), at)
@@ -287,24 +292,12 @@ class Trials:
             self._left = {change.place: change.place.now() for change in self._changes}
         if found == self._loss:
             return False
+        if found is BROKEN_OFF:  # where others are as they begin, such as tables that a count says are made, too
+            return not all(change.attribute for change in changes)
         if self._noise is None:
             again, _ = self._run(tuple(as_it_was.items()), {})
-            self._noise = math.inf if again is None else abs(again - self._loss)
+            self._noise = math.inf if again is None or again is BROKEN_OFF else abs(again - self._loss)
         return math.isfinite(self._noise) and (found is None or not abs(found - self._loss) <= 4 * self._noise)
-
-
-def _is_large(value: Any) -> bool:
-    """True of what holds many numbers in tensors."""
-    return sum(tensor.numel() for tensor in trees.tensors(value)) > SMALL
-
-
-def is_figure(value: Any) -> bool:
-    """True of numbers, of tensors, and of what holds nothing else."""
-    if isinstance(value, Mapping):
-        return all(map(is_figure, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(is_figure, value))
-    return isinstance(value, int | float | complex | torch.Tensor) and not isinstance(value, bool)
 
 
 def _at(values: Iterable[tuple[int, Holder, Any]]) -> dict[int, Held]:

@@ -14,7 +14,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from penstock.compat.torch import unwatched, without_functions
+from penstock.tape import trees
 
 ABSENT: Any = object()
 """The value where there is none."""
@@ -34,28 +35,24 @@ SMALL = 4096
 
 def same(one: Any, other: Any, depth: int = 3) -> bool:
     """True if two values are one object, or the same number or text, small tensors of the same numbers, or such side by
-    side: in lists, dicts and objects that are ``depth`` deep."""
+    side: in tuples, lists, dicts and namespaces that are ``depth`` deep."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return _are_equal(one, other)
-    if isinstance(one, tuple | list):
-        return (
-            len(one) == len(other) and depth > 0 and all(same(a, b, depth - 1) for a, b in zip(one, other, strict=True))
-        )
     if isinstance(one, _NUMBERS):
         return bool(one == other)
-    if not isinstance(one, dict):
-        if isinstance(one, torch.nn.Module | type) or (one := attributes_within(one)) is None:
-            return False
-        other = attributes_within(other) or {}
-    return (
-        depth > 0
-        and one.keys() == other.keys()
-        and all(same(dict.get(one, key), dict.get(other, key), depth - 1) for key in dict.keys(one))
-    )
+    if type(one) is types.SimpleNamespace:
+        one, other = vars(one), vars(other)
+    if not depth:
+        return False
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(same(one[key], other[key], depth - 1) for key in one)
+    if not isinstance(one, tuple) and type(one) is not list:
+        return False
+    return len(one) == len(other) and all(same(a, b, depth - 1) for a, b in zip(one, other, strict=True))
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -67,6 +64,20 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     with torch.no_grad(), without_functions(), unwatched():
         return torch.equal(one, other)
+
+
+def is_large(value: Any) -> bool:
+    """True of what holds many numbers in tensors."""
+    return sum(tensor.numel() for tensor in trees.tensors(value)) > SMALL
+
+
+def is_figure(value: Any) -> bool:
+    """True of numbers, of tensors, and of what holds nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(is_figure, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(is_figure, value))
+    return isinstance(value, int | float | complex | torch.Tensor) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -392,11 +392,11 @@ class Probe:
         plain, carried = [c for c in self._changes.found if c.is_plain()], self._smuggled.carried
         for index, segment in enumerate(self._segments):
             written = [pair for pair in segment.overwritten if carried.is_shared(pair[0].of)]
-            begun = (*self._accesses.begun_with(index), *written)
-            segment.facts.finds = (*self._accesses.seen_by(index), *(place for place, _ in begun))
-            segment.facts.undoes = tuple(self._accesses.written_in(index))
-            around = ((change.place, change.at(index)) for change in plain)
-            suspended.backward.amend(index, own=(*segment.own, *begun, *around))
+            segment.facts.finds = (*self._accesses.finds(index), *(place for place, _ in written))
+            segment.facts.undoes = tuple(self._accesses.undoes(index))
+            own = [*segment.own, *self._accesses.begun_with(index), *written]
+            own = [pair for pair in own if pair[0] in segment.facts.finds]
+            suspended.backward.amend(index, own=(*own, *((c.place, c.at(index)) for c in plain)))
         self._tape.restored |= self._accesses.restored()
         attributes = set[Holder]()
         for index, holder in self._accesses.handed_on():

@@ -63,7 +63,7 @@ class Smuggled:
         self._states = States(())
         self._segment: int | None = None
         self._block: str | None = None
-        self._reads = False  # a tensor has become a number, from which others may follow
+        self._reads = False  # a tensor has become a number with a fraction, from which others may follow
         self._handed: set[int] = set()
         self._blocks: dict[int, str] = {}  # segment -> block, of calls
         self.found: str | None = None
@@ -153,10 +153,11 @@ class Smuggled:
 
     def filled(self, before: ModulesBefore, overwritten: Held) -> Iterator[Change]:
         """Tensors from before the forward that it fills with other numbers than they had, and not with what depends on
-        any, of those that several segments use. ``overwritten``: all but buffers, as they were."""
+        any, or that count and are asked for their number, of those that several segments use. ``overwritten``: all but
+        buffers, as they were."""
         buffers = ((f"buffer {b.path!r}", Memory(of=b.tensor), b.value) for b in before.buffers if b.tensor is not None)
         for what, place, value in chain(buffers, (("a tensor of its own", *pair) for pair in overwritten)):
-            segments = sorted(self.carried.filled_in(place.of)) if trees.has_storage(place.of) else ()
+            segments = sorted(self.carried.tried(place.of)) if trees.has_storage(place.of) else ()
             if segments and value is not None and not same(value, now := place.now()):
                 yield Change(place=place, name=what, before=value, after=dict.fromkeys(segments, now))
 
@@ -189,8 +190,8 @@ class Smuggled:
                 self.carried.on_op(op.packet, self._segment, self._old(op), changed, depends=moves)
                 self._follow(op)
         elif not op.results:  # it becomes a number, with which code goes on
-            self._reads = self._reads or any(not isinstance(operand.tensor, nn.Parameter) for operand in op.inputs)
-            self.carried.on_op(op.packet, self._segment, self._old(op), set(), depends=True)
+            self._reads = self._reads or any(map(self._is_measured, op.inputs))
+            self.carried.asks(self._segment, self._old(op))
             for operand in op.inputs:
                 self._check_own(operand)
         if of_shapes or not depends:
@@ -205,6 +206,13 @@ class Smuggled:
                 self._note_write(operand)
             elif operand.storage not in self._own:
                 self._written.setdefault(operand.storage, {})[self._segment] = self._block
+
+    def _is_measured(self, operand: Operand) -> bool:
+        """True of numbers with a fraction that follow from the micro-batch, or from what earlier forwards have left."""
+        tensor, _, birth = operand
+        if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+            return False
+        return birth is None or birth.depends or bool(birth.of | birth.copies)
 
     def _old(self, op: Op) -> list[Operand]:
         """The inputs of an op from before the forward, but for the micro-batch's."""
