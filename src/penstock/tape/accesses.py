@@ -31,9 +31,7 @@ class Accesses:
         self._read: dict[Attribute, set[int]] = {}
         self._seen: dict[int, dict[Attribute, None]] = {}  # by segment, what it reads and earlier ones have written
         self._read_first: dict[Attribute, Any] = {}  # before they were written -> what was there then
-        self._left: dict[
-            Attribute, dict[int, Any]
-        ] = {}  # by these and by segments that assign them, but for large tensors
+        self._left: dict[Attribute, dict[int, Any]] = {}  # by these and by segments that assign small values to them
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, what happens ``during`` segments is seen. To begin and to end it takes long: all kinds of modules
@@ -83,11 +81,9 @@ class Accesses:
     def finds(self, segment: int) -> list[Holder]:
         """The places that are to hold in a recomputation what they do in the call of a segment: as of ``found_by``, and
         of other small values that it reads and that it or others assign."""
-        of_one, others = (
-            self.found_by(segment),
-            [*self.seen_by(segment), *(place for place, _ in self.begun_with(segment))],
-        )
-        return [*of_one, *(place for place in others if place not in of_one and not is_large(place.now()))]
+        own = self.found_by(segment)
+        others = [*self.seen_by(segment), *(place for place, _ in self.begun_with(segment))]
+        return [*own, *(place for place in others if place not in own and not is_large(place.now()))]
 
     def undoes(self, segment: int) -> list[Holder]:
         """The places of attributes that a segment assigns, and that others use, too: its recomputation is not to."""

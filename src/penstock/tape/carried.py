@@ -118,9 +118,7 @@ class Carried:
             if len(used) > 1:
                 yield what, used
         for storage in self._uses:
-            yield from (
-                (storage, uses.all() | uses.filled | uses.asked) for uses in self._together(storage) if uses.carry()
-            )
+            yield from ((storage, uses.every()) for uses in self._together(storage) if uses.carry())
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -199,7 +199,8 @@ class Overwritten:
         if storage not in self._apart and all(place != known for known, _ in self.before):
             self.before.append((place, place.now()))
         part = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if self._by_call is not None and storage not in self._apart_in_call and part not in self._by_call:
+        known = self._by_call is None or storage in self._apart_in_call or part in self._by_call
+        if self._by_call is not None and not (known or is_large(tensor)):
             self._by_call[part] = place, place.now()
 
     def put_back(self) -> None:
